@@ -1,0 +1,137 @@
+"""Which implementation of an op runs, and a visible count of every choice.
+
+Each op's package holds `reference.py` (XLA, any backend) and may hold `triton.py` and `mosaic_gpu.py`. A module offers
+a function with the op's own name that takes the op's arguments, checked and with defaults filled in, and raises
+`NotImplementedError("one clear sentence")` while tracing for a case it does not support. On CUDA the next
+implementation of `PREFERENCE` is tried then, and the reason is counted. The choice is made while tracing: a compiled
+step keeps it. GPU modules are imported only on CUDA or when named by the caller.
+
+    >>> pallas_kernels.dispatch_report()
+    {'append_kv': {'reference': 30, 'fallback_reasons': {}}, ...}
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+logger = logging.getLogger("pallas_kernels")
+
+# op -> (package, implementations on CUDA in order of preference). The one place where preference is stated.
+PREFERENCE: dict[str, tuple[str, tuple[str, ...]]] = {
+    "ragged_paged_attention": ("ragged_paged_attention", ("mosaic_gpu", "triton", "reference")),
+    "paged_decode_attention": ("paged_decode_attention", ("mosaic_gpu", "triton", "reference")),
+    "append_kv": ("append_kv", ("triton", "reference")),
+    "gather_pages": ("copy_pages", ("reference",)),
+    "scatter_pages": ("copy_pages", ("reference",)),
+    "copy_within": ("copy_pages", ("reference",)),
+}
+IMPLEMENTATIONS = ("reference", "triton", "mosaic_gpu")
+
+_calls: Counter[tuple[str, str]] = Counter()
+_fallbacks: Counter[tuple[str, str]] = Counter()
+
+
+def dispatch_report() -> dict[str, dict[str, Any]]:
+    """How often each implementation of each op was traced, and why a preferred one was passed over.
+
+    Returns:
+        `{op: {implementation: count, ..., "fallback_reasons": {"implementation: reason": count}}}`; only ops that ran.
+    """
+    report: dict[str, dict[str, Any]] = {}
+    for (op, implementation), count in sorted(_calls.items()):
+        report.setdefault(op, {})[implementation] = count
+    for entry in report.values():
+        entry["fallback_reasons"] = {}
+    for (op, reason), count in sorted(_fallbacks.items()):
+        report.setdefault(op, {"fallback_reasons": {}})["fallback_reasons"][reason] = count
+    return report
+
+
+def reset_dispatch_report() -> None:
+    """Forget all counts of `dispatch_report`."""
+    _calls.clear()
+    _fallbacks.clear()
+
+
+def available_implementations(op: str) -> tuple[str, ...]:
+    """Names of the implementations of `op` whose module exists and can be imported here."""
+    names = []
+    for name in IMPLEMENTATIONS:
+        try:
+            load(op, name)
+        except (ImportError, NotImplementedError):
+            continue
+        names.append(name)
+    return tuple(names)
+
+
+def load(op: str, implementation: str) -> Callable[..., Any]:
+    """The function of one implementation; imports its module.
+
+    Raises:
+        ValueError: no op or implementation has this name.
+        NotImplementedError: the op has no such implementation.
+    """
+    if op not in PREFERENCE:
+        raise ValueError(f"unknown op {op!r}; ops are {', '.join(PREFERENCE)}")
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"unknown implementation {implementation!r} of {op}; one of {', '.join(IMPLEMENTATIONS)}")
+    path = f"pallas_kernels.{PREFERENCE[op][0]}.{implementation}"
+    try:
+        module = importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name != path:
+            raise
+        raise NotImplementedError(f"{op} has no {implementation} implementation") from None
+    function = getattr(module, op, None)
+    if function is None:
+        raise NotImplementedError(f"{op} has no {implementation} implementation")
+    return function
+
+
+def call(op: str, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+    """Trace `op` with the named implementation, or with the best one for the device the trace is for.
+
+    Raises:
+        NotImplementedError: the named implementation does not exist or does not support these arguments. Never raised
+            for `implementation=None`: the reference supports every valid case.
+    """
+    if implementation is not None:
+        result = load(op, implementation)(*args, **kwargs)
+        _calls[op, implementation] += 1
+        return result
+    names = PREFERENCE[op][1] if _platform() in ("gpu", "cuda") else ("reference",)
+    for name in names:
+        if name == "reference":
+            break
+        try:
+            result = load(op, name)(*args, **kwargs)
+        except (NotImplementedError, ImportError) as error:
+            _count_fallback(op, name, error)
+            continue
+        _calls[op, name] += 1
+        return result
+    result = load(op, "reference")(*args, **kwargs)
+    _calls[op, "reference"] += 1
+    return result
+
+
+def _count_fallback(op: str, name: str, error: Exception) -> None:
+    reason = f"{name}: {error}"
+    if not _fallbacks[op, reason]:
+        logger.warning("%s falls back: %s", op, reason)
+    _fallbacks[op, reason] += 1
+
+
+def _platform() -> str:
+    """Platform that the current trace is for: the default device if one is set, else the default backend."""
+    device = jax.config.jax_default_device
+    if device is None:
+        return jax.default_backend()
+    return device if isinstance(device, str) else device.platform

@@ -1,0 +1,1 @@
+from pallas_kernels.paged_decode_attention.api import paged_decode_attention as paged_decode_attention

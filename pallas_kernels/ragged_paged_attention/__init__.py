@@ -1,0 +1,1 @@
+from pallas_kernels.ragged_paged_attention.api import ragged_paged_attention as ragged_paged_attention
