@@ -1,0 +1,27 @@
+"""The only door from this package to `models`: opening a checkpoint by path or name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefix_reuse.errors import ConfigError, UnsupportedAttentionError
+
+
+def load_model(path_or_name: Any, **options: Any) -> Any:
+    """`models.load`, with errors of this package for a foreign `models` package and for MLA/DSA checkpoints."""
+    try:
+        import models
+    except ImportError as error:
+        raise ConfigError(
+            "the `models` package of prefix-reuse cannot be imported; is the project installed?"
+        ) from error
+    if not hasattr(models, "load") or not hasattr(models, "UnsupportedAttentionError"):
+        where = getattr(models, "__file__", None) or list(getattr(models, "__path__", ["?"]))[0]
+        raise ConfigError(
+            f"another package named `models` is in the way ({where}): run from another folder, "
+            "or build the model yourself and give it to Engine(model)"
+        )
+    try:
+        return models.load(path_or_name, **options)
+    except models.UnsupportedAttentionError as error:
+        raise UnsupportedAttentionError(str(error)) from error

@@ -1,0 +1,149 @@
+"""Configuration of the engine and of one request: frozen, every knob documented in place with its unit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from prefix_reuse.errors import ConfigError, InvalidRequestError
+
+
+def is_power_of_two(n: int) -> bool:
+    return n >= 1 and n & (n - 1) == 0
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an `Engine` is sized and which reuse stages it runs. Raises `ConfigError` on values that cannot work."""
+
+    page_size: int = 64
+    """Token slots per page; a power of two. Only whole pages are shared."""
+    num_device_pages: int = 256
+    """Pages in the device pool of each layer group."""
+    num_host_pages: int = 1024
+    """Pages in the host store."""
+    max_rows: int = 8
+    """Sequences that hold device pages at once (rows of the page table)."""
+    max_context: int | None = None
+    """Tokens per sequence at most, prompt and output; None = the model's own limit."""
+    max_prefill_tokens: int = 512
+    """Tokens computed by one prefill call; longer suffixes are prefilled in chunks. A power of two."""
+    decode_steps: int = 8
+    """Decode steps inside one jitted call, between two scheduling boundaries."""
+    max_stop_ids: int = 8
+    """Stop token ids per request at most (a static shape)."""
+
+    enable_prefix_reuse: bool = False
+    """Master switch. Off: no index, no pins, no reference above 1."""
+    host_page_reuse: bool = True
+    """M1, host pages: equal full pages are kept once on the host. Acts only with `enable_prefix_reuse`."""
+    suffix_prefill: bool = True
+    """M2, prefill: only the tokens after a hit are computed and offloaded. Needs M1."""
+    decode_page_sharing: bool = True
+    """M3, decode: rows share one device page per host page. Needs M1."""
+    publish_generated: bool = False
+    """Also index full pages that hold generated tokens (useful for multi-turn chat). Off: prompt pages only."""
+    share_in_wave: bool = True
+    """Requests of one wave wait for the one that computes their common prefix (acts with M2)."""
+    max_index_entries: int | None = None
+    """Pages that the index may hold; None = as many as the host store has."""
+    revision: str = ""
+    """Free text that joins the namespace: a model revision, an experiment id."""
+
+    integrity: bool = False
+    """Checksum every indexed page per layer and check it when it is reused."""
+    poison: bool = False
+    """Fill freed pages with NaN, on host and device, so that a stale read shows."""
+    attention: Literal["reference", "triton", "mosaic_gpu"] | None = None
+    """Force one kernel implementation; None = the fastest measured for this device."""
+    compilation_cache: bool = True
+    """Keep XLA programs on disk between processes (JAX's persistent compilation cache), unless already configured."""
+
+    def __post_init__(self) -> None:
+        if not is_power_of_two(self.page_size):
+            raise ConfigError(f"page_size must be a power of two, got {self.page_size}")
+        if not is_power_of_two(self.max_prefill_tokens) or self.max_prefill_tokens < self.page_size:
+            raise ConfigError(
+                f"max_prefill_tokens must be a power of two and at least page_size={self.page_size}, "
+                f"got {self.max_prefill_tokens}"
+            )
+        for name in ("num_device_pages", "num_host_pages", "max_rows", "decode_steps", "max_stop_ids"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("max_context", "max_index_entries"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1 or None, got {value}")
+        if self.enable_prefix_reuse and not self.host_page_reuse:
+            raise ConfigError(
+                "stages: M2 (suffix_prefill) and M3 (decode_page_sharing) each need M1 (host_page_reuse); "
+                "to turn everything off set enable_prefix_reuse=False"
+            )
+
+    @property
+    def m1(self) -> bool:
+        return self.enable_prefix_reuse and self.host_page_reuse
+
+    @property
+    def m2(self) -> bool:
+        return self.m1 and self.suffix_prefill
+
+    @property
+    def m3(self) -> bool:
+        return self.m1 and self.decode_page_sharing
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen. Raises `InvalidRequestError` on values out of range.
+
+    The three penalties count tokens over the whole text so far, prompt included, cached or not.
+    """
+
+    max_tokens: int = 64
+    temperature: float = 0.0
+    """0 = greedy (top_k, top_p and seed are then ignored)."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 = all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probabilities sum to at least top_p."""
+    seed: int = 0
+    """Same seed, same prompt: same tokens, in any batch. Sample i of n uses stream i of the seed."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the output; they are not part of the text."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the output, beside the model's own end ids; the id is the last token of the output."""
+    ignore_eos: bool = False
+    """Do not stop at the model's own end ids."""
+    repetition_penalty: float = 1.0
+    """Divide positive (multiply negative) logits of tokens seen so far; 1 = off (Keskar et al. 2019)."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of every token seen so far."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for each time it was seen."""
+    n: int = 1
+    """Independent samples of the same prompt."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(int(t) for t in self.stop_token_ids))
+        checks = (
+            (self.max_tokens >= 1, "max_tokens must be at least 1", self.max_tokens),
+            (0.0 <= self.temperature < float("inf"), "temperature must be finite and >= 0", self.temperature),
+            (self.top_k >= 0, "top_k must be >= 0", self.top_k),
+            (0.0 < self.top_p <= 1.0, "top_p must be in (0, 1]", self.top_p),
+            (0 <= self.seed < 2**32, "seed must fit 32 unsigned bits", self.seed),
+            (0.0 < self.repetition_penalty < float("inf"), "repetition_penalty must be > 0", self.repetition_penalty),
+            (abs(self.presence_penalty) < float("inf"), "presence_penalty must be finite", self.presence_penalty),
+            (abs(self.frequency_penalty) < float("inf"), "frequency_penalty must be finite", self.frequency_penalty),
+            (self.n >= 1, "n must be at least 1", self.n),
+            (all(self.stop), "stop strings must not be empty", self.stop),
+            (all(t >= 0 for t in self.stop_token_ids), "stop_token_ids must be >= 0", self.stop_token_ids),
+        )
+        for ok, message, value in checks:
+            if not ok:
+                raise InvalidRequestError(f"{message}, got {value!r}")
+
+    @property
+    def uses_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

@@ -1,0 +1,758 @@
+"""`Engine`: submit, step, generate, stream, score. It runs one loop and owns no policy.
+
+    submit -> [waiting] -> admit (lookup, pages) -> prefill (suffix only) -> offload -> publish -> decode -> release
+                           scheduler, host_store    runner, steps            transfer   host_store
+
+One `step()` lands finished copies, admits, prefills one batch, decodes to the next boundary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from prefix_reuse.capability import PrefixReuseCapability, check_model, get_prefix_reuse_capability
+from prefix_reuse.config import EngineConfig, SamplingParams
+from prefix_reuse.errors import (
+    CapacityError,
+    ConfigError,
+    InvalidRequestError,
+    PrefixReuseError,
+    TransferError,
+    UnknownRequestError,
+)
+from prefix_reuse.hashing import Namespace, weight_fingerprint
+from prefix_reuse.host_store import HostPageStore
+from prefix_reuse.index import PrefixIndex
+from prefix_reuse.outputs import (
+    RequestOutput,
+    SampleOutput,
+    StreamEvent,
+    Tokenizer,
+    cut_at_stop,
+    find_stop,
+    safe_length,
+)
+from prefix_reuse.plan import Chunk, pages_for, plan_prefill
+from prefix_reuse.runner import DeviceRunner, check_refused, stop_ids_of
+from prefix_reuse.scheduler import Scheduler
+from prefix_reuse.sequence import SequenceState
+from prefix_reuse.sequence import Sequence as Row
+from prefix_reuse.stats import EngineCounters, EngineStats
+from prefix_reuse.steps import PagedModel
+from prefix_reuse.transfer import PendingCopy
+
+Prompt = str | Sequence[int] | np.ndarray
+LAYOUT_NAME = "K2SD"
+"""Order of a page's axes in `pallas_kernels.layout`; part of every namespace (B4)."""
+
+
+@dataclasses.dataclass
+class _Request:
+    prompt: np.ndarray
+    params: SamplingParams
+    samples: list[Row]
+    logits: list[np.ndarray] = dataclasses.field(default_factory=list)
+
+
+class Engine:
+    """Runs one model with paged KV and, where enabled, prefix reuse. Single-threaded: one caller at a time.
+
+    Args:
+      model: see `steps.PagedModel`; `models.load` gives ready ones.
+      config: sizes and stages.
+      device: a JAX device; default the first one.
+      clock: seconds, monotonic; replaceable in tests.
+
+    Raises:
+      ConfigError: sizes that cannot work. UnsupportedAttentionError: MLA or DSA models.
+    """
+
+    def __init__(
+        self,
+        model: PagedModel,
+        config: EngineConfig | None = None,
+        *,
+        device: Any = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        config = config or EngineConfig()
+        check_model(model)
+        self.model, self.config, self._clock = model, config, clock
+        self.max_context = min(config.max_context or model.max_context, model.max_context)
+        pool_tokens = min(config.num_device_pages, config.num_host_pages) * config.page_size
+        if min(pool_tokens, self.max_context) < 2:
+            raise ConfigError(
+                f"pools of {pool_tokens} tokens and a context of {self.max_context} hold no prompt + 1 token"
+            )
+        self.pool_tokens = pool_tokens
+        self.capability = get_prefix_reuse_capability(model, config.page_size)
+        self.active = config.m1 and self.capability.supported
+        self.counters = EngineCounters()
+        index = None
+        if self.active:
+            index = PrefixIndex(config.page_size, max_entries=config.max_index_entries)
+        self.cache = HostPageStore(
+            config.num_host_pages,
+            config.page_size,
+            index=index,
+            on_free=self._host_pages_freed,
+            integrity=config.integrity,
+        )
+        if config.compilation_cache:
+            enable_compilation_cache()
+        self.runner = DeviceRunner(model, config, self.max_context, device or jax.devices()[0])
+        self.scheduler = Scheduler(config, self.cache, self.runner, self.counters)
+        self._fingerprint = weight_fingerprint(self.runner.params) if self.active else ""
+        self._namespaces: dict[tuple[str, str], bytes] = {}
+        self._requests: dict[int, _Request] = {}
+        self._ids = itertools.count()
+        self._pending: list[tuple[Row, PendingCopy, int]] = []
+        self._closing: list[Row] = []
+        """Completed rows whose copies have not landed yet."""
+        self._finished: list[RequestOutput] = []
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path_or_name: Any,
+        config: EngineConfig | None = None,
+        *,
+        progress: Any = None,
+        device: Any = None,
+        **load: Any,
+    ) -> Engine:
+        """Loads a checkpoint (folder, GGUF file or known name) with `models.load` and builds an engine around it."""
+        from prefix_reuse.checkpoints import load_model
+
+        return cls(load_model(path_or_name, progress=progress, **load), config, device=device)
+
+    # ---- requests
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        salt: str = "",
+        adapter: str = "",
+        reuse: bool = True,
+    ) -> int:
+        """Queues a request and returns its id. Nothing is allocated before `step`.
+
+        Args:
+          prompt: text, or token ids.
+          salt: requests share pages only with requests of the same salt (tenant isolation).
+          adapter: name of the adapter that `params` were merged with, part of the namespace.
+          reuse: False computes the request cold and publishes nothing of it.
+
+        Raises:
+          InvalidRequestError: empty prompt, token id out of range, wrong dtype, too many stop ids.
+          CapacityError: prompt + 1 token does not fit the context or a page pool.
+        """
+        params = params or SamplingParams()
+        try:
+            tokens = self._check(self.tokenize(prompt), params)
+        except InvalidRequestError:
+            self.counters.requests.refused += 1
+            raise
+        return self._queue(tokens, params, salt, adapter, reuse=reuse, scoring=False)
+
+    def _queue(
+        self, tokens: np.ndarray, params: SamplingParams, salt: str, adapter: str, *, reuse: bool, scoring: bool
+    ) -> int:
+        request_id = next(self._ids)
+        namespace = self.namespace(salt, adapter)
+        budget = (
+            0 if scoring else min(params.max_tokens, self.max_context - len(tokens), self.pool_tokens - len(tokens))
+        )
+        samples = [
+            Row(
+                id=next(self._ids),
+                request_id=request_id,
+                prompt=tokens,
+                params=params,
+                namespace=namespace,
+                stream=i,
+                scoring=scoring,
+                reuse=reuse,
+                budget=budget,
+                capacity_tokens=len(tokens) + max(budget, 1),
+                submitted_at=self._clock(),
+            )
+            for i in range(params.n)
+        ]
+        self._requests[request_id] = _Request(tokens, params, samples)
+        self.scheduler.waiting += samples
+        self.counters.requests.submitted += 1
+        return request_id
+
+    def tokenize(self, prompt: Prompt) -> np.ndarray:
+        """Token ids of a prompt, int32. Raises `InvalidRequestError` for text without a tokenizer or a wrong dtype."""
+        if isinstance(prompt, str):
+            if not prompt:
+                raise InvalidRequestError("the prompt is empty")
+            return np.asarray(self._tokenizer().encode(prompt), np.int32)
+        array = np.asarray(prompt)
+        if array.ndim != 1:
+            raise InvalidRequestError(f"token ids must be one flat sequence, got shape {array.shape}")
+        if array.size and not np.issubdtype(array.dtype, np.integer):
+            raise InvalidRequestError(f"token ids must be integers, got {array.dtype}")
+        if array.size and (array.min() < 0 or array.max() >= self.model.vocab_size):
+            bad = int(array[(array < 0) | (array >= self.model.vocab_size)][0])
+            raise InvalidRequestError(f"token id {bad} is outside the vocabulary of {self.model.vocab_size}")
+        return array.astype(np.int32)
+
+    def _tokenizer(self) -> Tokenizer:
+        tokenizer = getattr(self.model, "tokenizer", None)
+        if tokenizer is None:
+            raise InvalidRequestError(f"{self.model.name} has no tokenizer: give token ids and no stop strings")
+        return tokenizer
+
+    def _check(self, tokens: np.ndarray, params: SamplingParams) -> np.ndarray:
+        if not len(tokens):
+            raise InvalidRequestError("the prompt is empty")
+        if len(tokens) + 1 > self.max_context:
+            raise CapacityError(f"a prompt of {len(tokens)} + 1 tokens exceeds the context of {self.max_context}")
+        if len(tokens) + 1 > self.pool_tokens:
+            raise CapacityError(
+                f"a prompt of {len(tokens)} + 1 tokens exceeds the page pools of {self.pool_tokens} tokens"
+            )
+        num_stops = len(() if params.ignore_eos else tuple(self.model.eos_token_ids)) + len(params.stop_token_ids)
+        if num_stops > self.config.max_stop_ids:
+            raise InvalidRequestError(f"{num_stops} stop ids, but max_stop_ids is {self.config.max_stop_ids}")
+        if params.stop:
+            self._tokenizer()
+        return tokens
+
+    def namespace(self, salt: str = "", adapter: str = "") -> bytes:
+        """Digest of everything that makes pages interchangeable: model, weights, geometry, numerics, salt (B4)."""
+        key = (salt, adapter)
+        if key not in self._namespaces:
+            self._namespaces[key] = (
+                self._base_namespace().replace(adapter=adapter or None, tenant_salt=salt or None).digest
+            )
+        return self._namespaces[key]
+
+    def _base_namespace(self) -> Namespace:
+        identity = dict(getattr(self.model, "identity", None) or {})
+        groups = self.model.kv_groups
+        identity.setdefault("model_id", self.model.name)
+        if self.config.revision:
+            identity["revision"] = f"{identity.get('revision') or ''}|{self.config.revision}"
+        return Namespace.from_identity(
+            identity,
+            weights=self._fingerprint or None,
+            dtype=",".join(jax.numpy.dtype(g.dtype).name for g in groups),
+            page_size=self.config.page_size,
+            num_layers=sum(len(g.layers) for g in groups),
+            num_kv_heads=groups[0].num_kv_heads,
+            head_dim=groups[0].head_dim,
+            layout=f"{LAYOUT_NAME}/{self.capability.store_identity}",
+            attention=str(self.config.attention),
+        )
+
+    def cancel(self, request_id: int) -> None:
+        """Ends a request now and drops exactly what it holds; its output (`cancelled`) comes with the next `step`."""
+        request = self._live(request_id)
+        for row in request.samples:
+            if row.is_live:
+                self._complete(row, "cancelled")
+        self.counters.requests.cancelled += 1
+
+    def hold(self, request_id: int) -> None:
+        """Takes a decoding request off the device: unfinished pages are copied to the host first, host pages are kept.
+
+        Rows of the request that are not decoding are left as they are.
+        """
+        for row in self._live(request_id).samples:
+            if row.state is SequenceState.IN_DECODE:
+                self._hold(row)
+
+    def resume(self, request_id: int) -> None:
+        """Lets a held request back in as soon as pages are there."""
+        for row in self._live(request_id).samples:
+            if row.state is SequenceState.ON_HOLD and row not in self.scheduler.resuming:
+                self.scheduler.resuming.append(row)
+
+    def _live(self, request_id: int) -> _Request:
+        if request_id not in self._requests:
+            raise UnknownRequestError(f"request {request_id} is not live")
+        return self._requests[request_id]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do (requests on hold do not count)."""
+        on_hold = sum(1 for r in self.scheduler.running if r.state is SequenceState.ON_HOLD)
+        active = len(self.scheduler.running) - on_hold + len(self.scheduler.resuming) + len(self.scheduler.waiting)
+        return bool(active or self._closing or self._pending or self._finished)
+
+    # ---- the loop
+
+    def step(self) -> list[RequestOutput]:
+        """One turn: land copies, admit, prefill one batch, decode to the next boundary. Returns finished requests."""
+        self._land_copies()
+        self.scheduler.admit()
+        self._prefill()
+        self._decode()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _land_copies(self) -> None:
+        """Waits for copies to the host, publishes the pages that are complete, releases completed rows."""
+        landed: dict[int, Row] = {}
+        pending, self._pending = self._pending, []
+        for row, copy, epoch in pending:
+            try:
+                copy.wait()
+                self.cache.finish_copy(copy.host_pages, copy.payloads)
+            except TransferError:  # the pages are not published; the row itself goes on
+                self.counters.faults.failed_offloads += len(copy.host_pages)
+                self.cache.fail_copy(copy.host_pages)
+            if epoch == row.epoch:
+                row.pending_copies -= 1
+                landed[row.id] = row
+        for row in landed.values():
+            self._publish(row)
+        closing, self._closing = self._closing, []
+        for row in closing:
+            self.scheduler.release(row)
+
+    def _publish(self, row: Row) -> None:
+        if not (self.active and row.reuse):
+            return
+        limit = min(row.committed_kv_tokens, self.scheduler.publishable_tokens(row))
+        if not self.cache.has_row(row.id):
+            return
+        self.cache.publish(row.id, limit, row.namespace)
+        self._share_device_pages(row)
+
+    def _share_device_pages(self, row: Row) -> None:
+        """Points the row's published device pages at the shared ones (M3), and closes them for writing in any case."""
+        if row.row is None or not self.active:
+            return
+        size = self.config.page_size
+        host_pages = np.asarray(self.cache.pages(row.id))[: row.committed_kv_tokens // size]
+        host_pages = host_pages[: self.scheduler.num_indexed(host_pages)]
+        for account in self.runner.accounts:
+            if self.scheduler.share_device:
+                self.counters.decode.pages_deduplicated += account.share(row.row, host_pages)
+            else:
+                account.seal(row.row, len(host_pages))
+
+    def _prefill(self) -> None:
+        chunks, rows = self._next_chunks()
+        if not chunks:
+            return
+        try:
+            self._sync_tables()
+            outputs = self.runner.prefill(chunks, rows)
+            next_tokens, refused = jax.device_get((outputs.next_tokens, outputs.refused))
+            check_refused(refused)
+        except Exception:
+            self._prefill_failed(rows)
+            raise
+        self.counters.prefill.batches += 1
+        lengths = self.runner.last_prefill.lengths if self.runner.last_prefill else None
+        for i, (chunk, row) in enumerate(zip(chunks, rows, strict=True)):
+            row.prefilled_tokens = row.committed_kv_tokens = chunk.start + len(chunk.tokens)
+            row.computed_tokens += len(chunk.tokens)
+            self.counters.prefill.computed_tokens += len(chunk.tokens)
+            if row.scoring and lengths is not None:
+                logits = self.runner.unembed(outputs.hidden)
+                here = slice(lengths.query_offsets[i], lengths.query_offsets[i + 1])
+                self._requests[row.request_id].logits.append(logits[here])
+            self._flush_full_pages(row)
+            if chunk.is_last:
+                row.move_to(SequenceState.PREFILLED)
+                if row.scoring:
+                    self._complete(row, "length")
+                else:
+                    row.first_token_at = row.first_token_at or self._clock()
+                    self._append(row, [int(next_tokens[i])])
+
+    def _next_chunks(self) -> tuple[list[Chunk], list[Row]]:
+        chunks: list[Chunk] = []
+        rows: list[Row] = []
+        left = self.config.max_prefill_tokens
+        for row in self.scheduler.running:
+            if row.state is not SequenceState.IN_PREFILL or left == 0:
+                continue
+            tokens = row.tokens
+            start, n = row.prefilled_tokens, len(tokens)
+            if start == n:  # full hit: replay the last token as a query
+                plan = plan_prefill(tokens, n, self.config.page_size)
+                chunk = Chunk(row.row_index, tokens[plan.query_start :], plan.query_start, False, True)
+            else:
+                end = min(n, start + left)
+                if end < n:  # chunks end at page borders, so that a page is computed in one piece
+                    end -= end % self.config.page_size
+                if end <= start:
+                    break
+                chunk = Chunk(row.row_index, tokens[start:end], start, True, end == n)
+            chunks.append(chunk)
+            rows.append(row)
+            left -= len(chunk.tokens)
+        return chunks, rows
+
+    def _prefill_failed(self, rows: list[Row]) -> None:
+        self.counters.requests.prefill_failures += 1
+        for row in reversed(rows):
+            self._detach_copies(row)
+            self.scheduler.evict(row)
+        self._recover_device()
+
+    def _recover_device(self) -> None:
+        """After a step that failed with the pools donated: nothing on the device is left; rows start over."""
+        if not self.runner.lost:
+            return
+        self.counters.faults.device_resets += 1
+        for row in reversed(self.scheduler.running[:]):
+            if row.state is not SequenceState.ON_HOLD:
+                self._detach_copies(row)
+                if row.state is SequenceState.PREFILLED:
+                    row.move_to(SequenceState.IN_DECODE)
+                self.scheduler.evict(row)
+        self.runner.reset()
+
+    def _decode(self) -> None:
+        rows = [r for r in self.scheduler.running if r.state in (SequenceState.PREFILLED, SequenceState.IN_DECODE)]
+        if not rows:
+            return
+        for row in rows:
+            if row.state is SequenceState.PREFILLED:
+                self._share_device_pages(row)
+                row.move_to(SequenceState.IN_DECODE)
+        try:
+            self._sync_tables()
+            tokens, _ = self.runner.decode(rows, self.config.decode_steps)
+        except Exception:
+            self._recover_device()
+            raise
+        self.counters.decode.steps += len(tokens)
+        for i, row in enumerate(rows):
+            new = tokens[:, i]
+            new = new[new >= 0].tolist()
+            self.counters.decode.tokens += len(new)
+            self._append(row, new)
+            if row.is_live:
+                self._flush_full_pages(row)
+
+    def _sync_tables(self) -> None:
+        context_lens = np.zeros(self.config.max_rows, np.int32)
+        for row in self.scheduler.running:
+            if row.row is not None:
+                context_lens[row.row] = row.committed_kv_tokens
+        self.runner.sync_tables(context_lens)
+
+    def _append(self, row: Row, new: list[int]) -> None:
+        """Adds sampled tokens, finds out whether they end the row. The last token never has KV yet."""
+        num_old = len(row.generated)
+        row.generated += new
+        reason = None
+        if new and new[-1] in stop_ids_of(self.model, row):
+            reason = "stop"
+        elif row.remaining <= 0:
+            limited_by_pool = row.budget < min(row.params.max_tokens, self.max_context - len(row.prompt))
+            reason = "capacity" if limited_by_pool else "length"
+        if row.params.stop:
+            keep = find_stop(self._tokenizer(), row.generated, num_old, row.params.stop)
+            if keep is not None:
+                del row.generated[keep:]
+                reason = "stop"
+        row.committed_kv_tokens = row.num_tokens - 1
+        if reason:
+            if self.config.publish_generated:
+                self._flush_full_pages(row)
+            self._complete(row, reason)
+
+    def _complete(self, row: Row, reason: str) -> None:
+        row.move_to(SequenceState.COMPLETED)
+        row.finish_reason = reason
+        if reason != "cancelled" and row.pending_copies:
+            self._closing.append(row)  # its pages are published when their copies have landed
+        else:
+            self._detach_copies(row)
+            self.scheduler.release(row)
+        request = self._requests[row.request_id]
+        if not any(r.is_live for r in request.samples):
+            self._finished.append(self._output(row.request_id, request))
+            if not row.scoring:
+                del self._requests[row.request_id]
+            self.counters.requests.completed += reason != "cancelled"
+
+    def _output(self, request_id: int, request: _Request) -> RequestOutput:
+        first = request.samples[0]
+        tokenizer = getattr(self.model, "tokenizer", None)
+        samples = []
+        for row in request.samples:
+            text = cut_at_stop(tokenizer.decode(row.generated), row.params.stop) if tokenizer is not None else ""
+            samples.append(SampleOutput(tuple(row.generated), text, row.finish_reason or ""))
+        started = first.first_token_at
+        return RequestOutput(
+            request_id=request_id,
+            prompt_token_ids=request.prompt,
+            samples=tuple(samples),
+            cached_tokens=first.cached_tokens,
+            computed_tokens=len(request.prompt) - first.cached_tokens,
+            full_hit=first.full_hit,
+            ttft_ms=math.nan if started is None else (started - first.submitted_at) * 1e3,
+        )
+
+    # ---- pages
+
+    def _flush_full_pages(self, row: Row) -> None:
+        """Starts copying to the host what became full since the last flush; cached pages are not copied again (A20)."""
+        full = row.committed_kv_tokens // self.config.page_size
+        if full > row.offloaded_pages:
+            self._offload(row, row.offloaded_pages, full)
+            row.offloaded_pages = full
+
+    def _offload(self, row: Row, first: int, end: int) -> None:
+        host_pages = np.asarray(self.cache.pages(row.id))[first:end]
+        device_pages = [account.pages(row.row_index)[first:end] for account in self.runner.accounts]
+        self.cache.begin_copy(host_pages)
+        try:
+            copy = self.runner.offload(device_pages, host_pages)
+        except Exception as error:
+            self.cache.fail_copy(host_pages)
+            self.counters.faults.failed_offloads += len(host_pages)
+            if not isinstance(error, TransferError):
+                raise
+            return
+        self.counters.prefill.pages_offloaded += len(host_pages)
+        row.pending_copies += 1
+        self._pending.append((row, copy, row.epoch))
+
+    def _detach_copies(self, row: Row) -> None:
+        """The row no longer waits for its copies; the host pages stay taken until the bytes have landed (A13)."""
+        row.pending_copies = 0
+        row.epoch += 1
+
+    def _hold(self, row: Row) -> None:
+        size = self.config.page_size
+        self._flush_full_pages(row)
+        self._land_copies()
+        used = pages_for(row.committed_kv_tokens, size)
+        full = row.committed_kv_tokens // size
+        has = np.asarray(self.cache.has_payload(self.cache.pages(row.id)[:full]))
+        first = full if has.all() else int(np.argmin(has))  # a copy that failed earlier is made again
+        if used > first:
+            self._offload(row, first, used)
+            self._land_copies()
+        row.move_to(SequenceState.ON_HOLD)
+        self.scheduler.release_device(row)
+
+    def _host_pages_freed(self, host_pages: np.ndarray) -> None:
+        for account in self.runner.accounts:
+            account.forget(np.asarray(host_pages).tolist())
+
+    def drop_device_pages(self) -> int:
+        """Forgets all cached device pages that no row uses; the next hit loads them from the host. Returns their number."""
+        self._land_copies()
+        return sum(account.drop_reclaimable() for account in self.runner.accounts)
+
+    def evict_host_entries(self, n: int) -> int:
+        """Evicts up to n index entries that no row uses, by the index's policy. Returns how many pages went."""
+        self._land_copies()
+        return len(self.cache.evict_entries(n)) if self.active else 0
+
+    def clear_cache(self) -> int:
+        """Drops every index entry; pages in use are freed when their rows end. Returns the entries dropped."""
+        self._land_copies()
+        return len(self.cache.clear()) if self.active else 0
+
+    def update_params(self, params: Any) -> None:
+        """Replaces the weights (same shapes). All cached pages are dropped: they belong to the old weights.
+
+        Raises `PrefixReuseError` while requests are live, `ConfigError` when shapes or dtypes differ.
+        """
+        if self._requests:
+            raise PrefixReuseError(f"{len(self._requests)} requests are live: finish or cancel them before new weights")
+        old = jax.tree.map(lambda x: (x.shape, x.dtype), self.runner.params)
+        if jax.tree.map(lambda x: (x.shape, x.dtype), params) != old:
+            raise ConfigError("new params must have the structure, shapes and dtypes of the old ones")
+        self.clear_cache()
+        self.runner.params = params
+        self._namespaces.clear()
+        if self.active:
+            self._fingerprint = weight_fingerprint(params)
+
+    # ---- whole requests
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        salt: str = "",
+        reuse: bool = True,
+    ) -> list[RequestOutput]:
+        """Runs prompts to the end and returns their outputs in order. One prompt (text or flat ids) gives a list of one.
+
+        All prompts are checked before any is queued; a bad one raises and nothing runs.
+        """
+        params = params or SamplingParams()
+        batch = [prompts] if is_single_prompt(prompts) else list(prompts)
+        checked = [self._check(self.tokenize(p), params) for p in batch]  # type: ignore[arg-type]
+        ids = [self._queue(tokens, params, salt, "", reuse=reuse, scoring=False) for tokens in checked]
+        done = self._run(set(ids))
+        return [done[i] for i in ids]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = "", reuse: bool = True
+    ) -> Iterator[StreamEvent]:
+        """Yields the tokens of one prompt (n = 1) as they come, in groups of up to `decode_steps`.
+
+        Closing the iterator early cancels the request.
+        """
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise InvalidRequestError("stream gives one sample; use n=1")
+        request_id = self.submit(prompt, params, salt=salt, reuse=reuse)
+        return self._stream(request_id)
+
+    def _stream(self, request_id: int) -> Iterator[StreamEvent]:
+        row = self._requests[request_id].samples[0]
+        tokenizer = getattr(self.model, "tokenizer", None)
+        sent_tokens, sent_text = 0, 0
+        finished = False
+        try:
+            while not finished:
+                self._step_for(set())
+                finished = not row.is_live
+                new = tuple(row.generated[sent_tokens:])
+                text = ""
+                if tokenizer is not None:
+                    whole = tokenizer.decode(row.generated)
+                    whole = cut_at_stop(whole, row.params.stop)
+                    end = len(whole) if finished else max(safe_length(whole, row.params.stop), sent_text)
+                    text, sent_text = whole[sent_text:end], end
+                sent_tokens = len(row.generated)
+                if new or finished:
+                    yield StreamEvent(new, text, finished, row.finish_reason)
+        finally:
+            if row.is_live:
+                self.cancel(request_id)
+            self._run(set())
+
+    def score(self, token_ids: Prompt, *, reuse: bool = False, salt: str = "") -> Any:
+        """Next-token logits of a text, fp32.
+
+        With `reuse=False` the text is computed cold and nothing of the cache is read or changed: returns f32 [T, V].
+        With `reuse=True` cached pages are used and new ones published: returns (f32 logits of the computed positions,
+        position of the first of them).
+        """
+        tokens = self._check(self.tokenize(token_ids), SamplingParams())
+        request_id = self._queue(tokens, SamplingParams(), salt, "", reuse=reuse, scoring=True)
+        try:
+            self._run({request_id})
+            logits = np.concatenate(self._requests[request_id].logits)
+        finally:
+            self._requests.pop(request_id, None)
+        return (logits, len(tokens) - len(logits)) if reuse else logits
+
+    def _run(self, ids: set[int]) -> dict[int, RequestOutput]:
+        """Steps until the requests `ids` are finished (all work if empty), and their copies have landed."""
+        done: dict[int, RequestOutput] = {}
+        try:
+            while ids - done.keys():
+                done.update(self._step_for(ids))
+        except BaseException:
+            for request_id in ids - done.keys():
+                if request_id in self._requests and any(r.is_live for r in self._requests[request_id].samples):
+                    self.cancel(request_id)
+            raise
+        finally:
+            if self._closing or self._pending:
+                self._land_copies()
+            self._finished = [o for o in self._finished if o.request_id not in ids]
+        return done
+
+    def _step_for(self, ids: set[int]) -> dict[int, RequestOutput]:
+        """One step; outputs of other requests are kept for the caller's next `step()`."""
+        before = self._progress()
+        outputs = self.step()
+        if not outputs and self._progress() == before:
+            raise PrefixReuseError("no request can make progress; this is a fault of the engine")
+        self._finished += [o for o in outputs if o.request_id not in ids]
+        return {o.request_id: o for o in outputs if o.request_id in ids}
+
+    def _progress(self) -> tuple[Any, ...]:
+        c = self.counters
+        return (c.prefill.batches, c.decode.steps, c.requests.completed, len(self._pending), len(self._closing))
+
+    # ---- what is going on
+
+    def warmup(self, progress: Any = None) -> Mapping[str, int]:
+        """Compiles every bucket, so that no later request compiles anything. Returns compilations by program.
+
+        `progress`: None, True for a bar on the terminal, or a callable that gets each program's name.
+        """
+        from prefix_reuse.display import track
+
+        before = dict(self.runner.counter.counts)
+        for _ in track(self.runner.warmup(), "compiling", progress, self.runner.num_programs):
+            pass
+        return {k: v - before.get(k, 0) for k, v in self.runner.counter.counts.items()}
+
+    def get_prefix_reuse_capability(self) -> PrefixReuseCapability:
+        """Whether this engine's model can reuse prefixes, and why not (B10)."""
+        return self.capability
+
+    def stats(self) -> EngineStats:
+        """A snapshot of all counters; printable."""
+        counters = self.counters
+        copy = dataclasses.replace
+        reason = ""
+        if not self.config.enable_prefix_reuse:
+            reason = "disabled"
+        elif not self.active:
+            reason = self.capability.reason
+        return EngineStats(
+            enabled=self.config.enable_prefix_reuse,
+            active=self.active,
+            disabled_reason=reason,
+            stages={
+                "M1": self.active and self.config.m1,
+                "M2": self.scheduler.suffix_prefill,
+                "M3": self.scheduler.share_device,
+            },
+            requests=copy(counters.requests),
+            prefill=copy(counters.prefill),
+            decode=copy(counters.decode),
+            faults=copy(counters.faults),
+            device=tuple(account.stats() for account in self.runner.accounts),
+            host=self.cache.stats(),
+            compilations=dict(self.runner.counter.counts),
+        )
+
+    def check_integrity(self) -> None:
+        """Raises `IntegrityError` when host store, accounts and live rows disagree (device arrays are not read)."""
+        self.cache.check_integrity()
+        for account in self.runner.accounts:
+            account.check_integrity()
+
+
+def is_single_prompt(prompts: Any) -> bool:
+    """Text, or a flat sequence of token ids."""
+    if isinstance(prompts, str):
+        return True
+    if isinstance(prompts, np.ndarray):
+        return prompts.ndim == 1
+    return len(prompts) == 0 or isinstance(prompts[0], int | np.integer)
+
+
+def enable_compilation_cache() -> None:
+    """Turns on JAX's persistent compilation cache in the user's cache folder, unless a folder is configured already."""
+    if jax.config.jax_compilation_cache_dir is None:
+        root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        jax.config.update("jax_compilation_cache_dir", os.path.join(root, "prefix_reuse", "xla"))

@@ -1,0 +1,289 @@
+"""`DeviceRunner`: holds the device state of an engine and runs the jitted steps on it, in bucketed shapes.
+
+It is told what to do by plans; it decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from prefix_reuse import device_pages
+from prefix_reuse.config import EngineConfig
+from prefix_reuse.device_pool import DevicePool
+from prefix_reuse.errors import IntegrityError
+from prefix_reuse.plan import Chunk, PrefillBatch, bucket, pack_chunks, pages_for
+from prefix_reuse.sampling import SamplingState, sampling_state, token_counts
+from prefix_reuse.sequence import Sequence as Row
+from prefix_reuse.steps import (
+    CompilationCounter,
+    DecodeInputs,
+    PagedModel,
+    PrefillInputs,
+    PrefillOutputs,
+    decode_steps,
+    make_attend,
+    prefill_step,
+)
+from prefix_reuse.transfer import PageTransfer, Payload, PendingCopy
+
+SMALLEST_PREFILL = 16
+"""Tokens of the smallest prefill bucket."""
+
+
+class DeviceRunner:
+    """Device pools (one `DevicePages` and one `DevicePool` per layer group), params, jitted steps and their buckets."""
+
+    def __init__(self, model: PagedModel, config: EngineConfig, max_context: int, device: Any):
+        self.model, self.config, self.device = model, config, device
+        self.max_columns = pages_for(max_context, config.page_size)
+        self.params = model.params
+        self.counter = CompilationCounter()
+        self.accounts = tuple(
+            DevicePool(config.num_device_pages, config.page_size, config.max_rows, self.max_columns)
+            for _ in model.kv_groups
+        )
+        self.pools = self._create_pools()
+        self.transfer = PageTransfer(device, self.counter)
+        self.last_prefill: PrefillBatch | None = None
+        """Immutable snapshot of the last prefill batch (B13)."""
+        attend = make_attend(model.kv_groups, config.attention)
+        count = self.counter.traced
+        self._prefill = jax.jit(count("prefill_step", partial(prefill_step, model, attend)), donate_argnums=1)
+        self._decode = jax.jit(
+            count("decode_steps", partial(decode_steps, model, attend, config.decode_steps)), donate_argnums=1
+        )
+        self._rebuild = jax.jit(count("rebuild_tables", device_pages.rebuild), donate_argnums=0)
+        self._unembed = jax.jit(count("unembed", model.unembed))
+        self._poison = jax.jit(count("poison_pages", _poison), donate_argnums=0)
+        self._no_counts: dict[int, jax.Array] = {}
+
+    def _create_pools(self) -> tuple[device_pages.DevicePages, ...]:
+        config = self.config
+        with jax.default_device(self.device):
+            return tuple(
+                device_pages.create(
+                    group,
+                    num_pages=config.num_device_pages,
+                    page_size=config.page_size,
+                    max_rows=config.max_rows,
+                    max_columns=self.max_columns,
+                    fill=float("nan") if config.poison else 0.0,
+                )
+                for group in self.model.kv_groups
+            )
+
+    # ---- buckets
+
+    @property
+    def prefill_buckets(self) -> list[int]:
+        """Token counts of prefill programs; the row count is always `max_rows`."""
+        return _powers(min(SMALLEST_PREFILL, self.config.max_prefill_tokens), self.config.max_prefill_tokens)
+
+    @property
+    def decode_buckets(self) -> list[int]:
+        """Row counts of decode programs."""
+        return _powers(1, self.config.max_rows)
+
+    # ---- tables
+
+    def sync_tables(self, context_lens: np.ndarray) -> None:
+        """Brings the device tables to what the accounts say, if they changed. context_lens int32 [R]."""
+        if not any(account.dirty for account in self.accounts):
+            return
+        pools = []
+        for pool, account in zip(self.pools, self.accounts, strict=True):
+            # Copies: the account changes its arrays in place while the transfer may still read them.
+            tables = account.page_table.copy(), account.shared_pages.copy(), context_lens.copy()
+            pools.append(self._rebuild(pool, *tables))
+            account.dirty = False
+        self.pools = tuple(pools)
+
+    # ---- steps
+
+    def prefill(self, chunks: Sequence[Chunk], rows: Sequence[Row]) -> PrefillOutputs:
+        """Runs one packed prefill batch; chunk i belongs to sequence `rows[i]`. Writes K/V in place."""
+        config = self.config
+        total = sum(len(c.tokens) for c in chunks)
+        buckets = self.prefill_buckets
+        batch = pack_chunks(
+            chunks,
+            num_tokens=bucket(total, buckets[0], buckets[-1]),
+            num_rows=config.max_rows,
+            table_rows=config.max_rows,
+        )
+        self.last_prefill = batch
+        inputs = PrefillInputs(
+            tokens=batch.tokens,  # type: ignore[arg-type]
+            positions=batch.positions,  # type: ignore[arg-type]
+            token_rows=batch.token_rows,  # type: ignore[arg-type]
+            writes_kv=batch.writes_kv,  # type: ignore[arg-type]
+            rows=batch.rows,  # type: ignore[arg-type]
+            q_offsets=batch.lengths.query_offsets,  # type: ignore[arg-type]
+            kv_lens=batch.lengths.kv_seq_lengths,  # type: ignore[arg-type]
+            **self._sampling(rows, config.max_rows),
+        )
+        outputs, self.pools = self._prefill(self.params, self.pools, inputs)
+        return outputs
+
+    def decode(self, rows: Sequence[Row], num_steps: int) -> tuple[np.ndarray, np.ndarray]:
+        """Decodes up to `num_steps` tokens for each row.
+
+        Returns (tokens int32 [steps, B], -1 where the row had ended; writes refused, int32 scalar).
+        """
+        config = self.config
+        size = bucket(len(rows), 1, config.max_rows)
+        pad = size - len(rows)
+
+        def column(values: list[int], fill: int) -> np.ndarray:
+            return np.array(values + [fill] * pad, np.int32)
+
+        stop_ids = np.full((size, config.max_stop_ids), -1, np.int32)
+        for i, row in enumerate(rows):
+            ids = stop_ids_of(self.model, row)
+            stop_ids[i, : len(ids)] = ids
+        inputs = DecodeInputs(
+            rows=column([row.row_index for row in rows], config.max_rows),  # type: ignore[arg-type]
+            tokens=column([row.last_token for row in rows], 0),  # type: ignore[arg-type]
+            context_lens=column([row.committed_kv_tokens for row in rows], 0),  # type: ignore[arg-type]
+            remaining=column([row.remaining for row in rows], 0),  # type: ignore[arg-type]
+            stop_ids=stop_ids,  # type: ignore[arg-type]
+            num_steps=np.int32(num_steps),  # type: ignore[arg-type]
+            **self._sampling(rows, size),
+        )
+        outputs, self.pools = self._decode(self.params, self.pools, inputs)
+        tokens, steps, refused = jax.device_get((outputs.tokens, outputs.steps, outputs.refused))
+        check_refused(refused)
+        return tokens[: int(steps), : len(rows)], refused
+
+    def _sampling(self, rows: Sequence[Row], size: int) -> dict[str, Any]:
+        state: SamplingState = sampling_state([r.params for r in rows], [r.stream for r in rows], size)
+        index = np.zeros(size, np.int32)
+        index[: len(rows)] = [len(r.generated) for r in rows]
+        if any(r.params.uses_penalties for r in rows):
+            counts: Any = token_counts([r.tokens for r in rows], size, self.model.vocab_size)
+        else:
+            if size not in self._no_counts:
+                self._no_counts[size] = jnp.zeros((size, self.model.vocab_size), jnp.int32)
+            counts = self._no_counts[size]
+        return {"sampling": state, "counts": counts, "index": index}
+
+    def unembed(self, hidden: jax.Array) -> np.ndarray:
+        """f32 [N, V] logits on the host."""
+        return np.asarray(self._unembed(self.params, hidden))
+
+    # ---- pages
+
+    def offload(self, row_pages: Sequence[np.ndarray], host_pages: np.ndarray) -> PendingCopy:
+        """Starts copying device pages (per group int32 [N]) to `host_pages`."""
+        return self.transfer.offload([p.kv_pages for p in self.pools], row_pages, host_pages)
+
+    def load(self, payloads: Sequence[Payload], pages: Sequence[np.ndarray]) -> None:
+        """Copies host pages into device pages (per group int32 [N])."""
+        kv = self.transfer.load([p.kv_pages for p in self.pools], payloads, pages)
+        self.pools = tuple(pool.replace(kv_pages=k) for pool, k in zip(self.pools, kv, strict=True))
+
+    def poison(self, group: int, pages: Sequence[int]) -> None:
+        """Fills device pages with NaN (poison mode: freed pages must never be read again)."""
+        pool = self.pools[group]
+        kv_pages = pool.kv_pages
+        for page in pages:
+            kv_pages = self._poison(kv_pages, np.int32(page))
+        self.pools = (*self.pools[:group], pool.replace(kv_pages=kv_pages), *self.pools[group + 1 :])
+
+    @property
+    def lost(self) -> bool:
+        """A step failed after it had taken the pools: their contents are gone."""
+        return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.pools))
+
+    def reset(self) -> None:
+        """Fresh, empty pools and accounts."""
+        self.pools = self._create_pools()
+        for account in self.accounts:
+            account.__init__(account.num_pages, account.page_size, account.max_rows, account.max_columns)
+
+    # ---- warm-up
+
+    @property
+    def num_programs(self) -> int:
+        """How many names `warmup` yields."""
+        return 1 + len(self.prefill_buckets) + len(self.decode_buckets) + len(self.transfer.warmup_sizes())
+
+    def warmup(self) -> Iterator[str]:
+        """Compiles every bucket, yielding the name of what comes next. Changes no row, page or statistic."""
+        config = self.config
+        context_lens = np.zeros(config.max_rows, np.int32)
+        for account in self.accounts:
+            account.dirty = True
+        yield "page tables"
+        self.sync_tables(context_lens)
+        sampling = self._sampling([], config.max_rows)
+        for size in self.prefill_buckets:
+            yield f"prefill {size} tokens"
+            batch = pack_chunks([], num_tokens=size, num_rows=config.max_rows, table_rows=config.max_rows)
+            inputs = PrefillInputs(
+                tokens=batch.tokens,  # type: ignore[arg-type]
+                positions=batch.positions,  # type: ignore[arg-type]
+                token_rows=batch.token_rows,  # type: ignore[arg-type]
+                writes_kv=batch.writes_kv,  # type: ignore[arg-type]
+                rows=batch.rows,  # type: ignore[arg-type]
+                q_offsets=batch.lengths.query_offsets,  # type: ignore[arg-type]
+                kv_lens=batch.lengths.kv_seq_lengths,  # type: ignore[arg-type]
+                **sampling,
+            )
+            outputs, self.pools = self._prefill(self.params, self.pools, inputs)
+            self.unembed(outputs.hidden)
+        for size in self.decode_buckets:
+            yield f"decode {size} rows"
+            nothing = np.zeros(size, np.int32)
+            inputs = DecodeInputs(
+                rows=nothing + config.max_rows,  # type: ignore[arg-type]
+                tokens=nothing,  # type: ignore[arg-type]
+                context_lens=nothing,  # type: ignore[arg-type]
+                remaining=nothing,  # type: ignore[arg-type]
+                stop_ids=np.full((size, config.max_stop_ids), -1, np.int32),  # type: ignore[arg-type]
+                num_steps=np.int32(config.decode_steps),  # type: ignore[arg-type]
+                **self._sampling([], size),
+            )
+            _, self.pools = self._decode(self.params, self.pools, inputs)
+        for size in self.transfer.warmup_sizes():
+            yield f"page copies of {size}"
+            # Page 0 onto itself: the pool's bytes stay as they are. A pool of fewer pages repeats it.
+            pages = [np.zeros(size, np.int32) for _ in self.pools]
+            pending = self.offload(pages, np.zeros(size, np.int64))
+            pending.wait()
+            self.load(pending.payloads, pages)
+        jax.block_until_ready(self.pools)
+
+
+def check_refused(refused: Any) -> None:
+    """Raises `IntegrityError` when a step refused writes: the host's plan aimed at a shared page."""
+    if int(refused):
+        raise IntegrityError(
+            f"{int(refused)} K/V writes were aimed at pages that are shared or not owned; none was made"
+        )
+
+
+def stop_ids_of(model: PagedModel, row: Row) -> tuple[int, ...]:
+    """Token ids that end the row: its own and, unless ignored, the model's end ids."""
+    eos = () if row.params.ignore_eos else tuple(model.eos_token_ids)
+    return tuple(dict.fromkeys((*eos, *row.params.stop_token_ids)))
+
+
+def _poison(kv_pages: jax.Array, page: jax.Array) -> jax.Array:
+    """Donates `kv_pages`."""
+    return kv_pages.at[:, page].set(float("nan"))
+
+
+def _powers(smallest: int, largest: int) -> list[int]:
+    """Powers of two from `smallest` up, ending with `largest` itself."""
+    sizes = []
+    while smallest < largest:
+        sizes.append(smallest)
+        smallest *= 2
+    return [*sizes, largest]

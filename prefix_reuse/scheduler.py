@@ -1,0 +1,256 @@
+"""Which sequences wait, run and finish, and who gets pages: admission and release.
+
+Admission is first come, first served. A row gets its whole need at once, host and device (prompt + budget), so that rows can
+never block each other half way; what does not fit waits with nothing held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from prefix_reuse.config import EngineConfig
+from prefix_reuse.errors import HostPagesExhausted
+from prefix_reuse.host_store import HostPageStore, PrefixRequest
+from prefix_reuse.plan import DevicePlan, PageDemand, pages_for, plan_device_pages
+from prefix_reuse.runner import DeviceRunner
+from prefix_reuse.sequence import WAITING, Sequence as Row, SequenceState
+from prefix_reuse.stats import EngineCounters
+from prefix_reuse.transfer import Payload, check_payload
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A sequence whose host pages are taken, and what it needs on the device."""
+
+    sequence: Row
+    demand: PageDemand
+
+
+class Scheduler:
+    """The waiting line, the running rows, and the page decisions about them. Used by one `Engine`."""
+
+    def __init__(self, config: EngineConfig, cache: HostPageStore, runner: DeviceRunner, counters: EngineCounters):
+        self.config, self.cache, self.runner, self.counters = config, cache, runner, counters
+        self.reuse = cache.index is not None
+        self.suffix_prefill = self.reuse and config.m2
+        self.share_device = self.reuse and config.m3
+        self.waiting: list[Row] = []
+        self.running: list[Row] = []
+        """Rows that hold pages (IN_PREFILL, PREFILLED, IN_DECODE, ON_HOLD), in order of admission."""
+        self.resuming: list[Row] = []
+        """Rows on hold that want back in."""
+
+    # ---- admission
+
+    def admit(self) -> None:
+        """Moves as many waiting sequences as fit to IN_PREFILL, and resuming ones to IN_DECODE; loads their cached pages."""
+        while True:
+            admissions = self._choose()
+            if not admissions:
+                return
+            payloads, bad_pages = self._read_loads(self._plan(admissions)[0])
+            if not bad_pages:
+                break
+            self._drop_bad_pages(bad_pages, admissions)
+        plans = self._plan(admissions)
+        self._carry_out(admissions, plans, payloads)
+
+    def _choose(self) -> list[Admission]:
+        admissions: list[Admission] = []
+        free_rows = len(self.runner.accounts[0].free_rows)
+        for sequence in list(self.resuming):
+            admission = Admission(sequence, self._resume_demand(sequence))
+            if len(admissions) >= free_rows or not self._fits([*admissions, admission]):
+                return admissions
+            admissions.append(admission)
+        for sequence in self.waiting:
+            if len(admissions) >= free_rows:
+                break
+            if self._waits_for_wave(sequence, [a.sequence for a in admissions]):
+                self.counters.requests.wave_waits += 1
+                continue
+            admission = self._take_host_pages(sequence, admissions)
+            if admission is None:
+                break
+            admissions.append(admission)
+        return admissions
+
+    def _take_host_pages(self, sequence: Row, before: list[Admission]) -> Admission | None:
+        """Allocates host pages (with the hit attached), or None when host or device pages do not suffice: nothing is held."""
+        request = self._request(sequence)
+        total = pages_for(sequence.capacity_tokens, self.config.page_size)
+        hit = self.cache.estimate([request])[0].hit_pages if self.suffix_prefill else 0
+        planned = sum(len(a.demand.host_pages) + a.demand.num_private for a in before)
+        shareable = hit + planned if self.share_device else 0
+        if any(total - shareable > account.num_available for account in self.runner.accounts):
+            return None
+        try:
+            allocation = self.cache.allocate_pages_for_sequences_with_prefix([request])[0]
+        except HostPagesExhausted:
+            return None
+        hits = allocation.shared_pages if self.suffix_prefill else allocation.shared_pages[:0]
+        admission = Admission(sequence, PageDemand(np.asarray(hits), len(hits), total - len(hits)))
+        if not self._fits([*before, admission]):
+            self.cache.release(sequence.id)
+            return None
+        sequence.shared_tokens = allocation.shared_tokens
+        return admission
+
+    def _request(self, sequence: Row) -> PrefixRequest:
+        return PrefixRequest(
+            sequence_id=sequence.id,
+            tokens=sequence.tokens,
+            capacity_tokens=sequence.capacity_tokens,
+            namespace=sequence.namespace,
+            reuse=sequence.reuse,
+        )
+
+    def _resume_demand(self, sequence: Row) -> PageDemand:
+        pages = np.asarray(self.cache.pages(sequence.id))
+        held = pages[: pages_for(sequence.committed_kv_tokens, self.config.page_size)]
+        return PageDemand(held, self.num_indexed(held) if self.reuse else 0, len(pages) - len(held))
+
+    def num_indexed(self, host_pages: np.ndarray) -> int:
+        """Leading pages of `host_pages` that are index entries."""
+        indexed = np.asarray(self.cache.is_indexed(host_pages))
+        return len(indexed) if indexed.all() else int(np.argmin(indexed))
+
+    def _plan(self, admissions: Sequence[Admission]) -> list[DevicePlan]:
+        demands = [a.demand for a in admissions]
+        return [
+            plan_device_pages(
+                demands, account.resident_page, lambda page, a=account: bool(a.refs[page]), self.share_device
+            )
+            for account in self.runner.accounts
+        ]
+
+    def _fits(self, admissions: Sequence[Admission]) -> bool:
+        plans = self._plan(admissions)
+        return all(p.pages_needed <= a.num_available for p, a in zip(plans, self.runner.accounts, strict=True))
+
+    def _read_loads(self, plan: DevicePlan) -> tuple[dict[int, Payload], list[int]]:
+        """The payloads that the plan loads, and the host pages that could not be read."""
+        payloads: dict[int, Payload] = {}
+        bad: list[int] = []
+        kv_pages = [pool.kv_pages for pool in self.runner.pools]
+        for host_page, _ in plan.loads:
+            if host_page in payloads or host_page in bad:
+                continue
+            try:
+                payload = self.cache.read(host_page)
+                check_payload(payload, kv_pages)
+                payloads[host_page] = payload
+            except Exception:  # a page that cannot be read is dropped and recomputed; the counter makes it visible
+                self.counters.faults.failed_loads += 1
+                bad.append(host_page)
+        return payloads, bad
+
+    def _drop_bad_pages(self, bad_pages: list[int], admissions: list[Admission]) -> None:
+        """The bad pages and what hangs below them leave the index; rows that wanted them give everything back."""
+        for admission in admissions:
+            sequence = admission.sequence
+            if np.isin(admission.demand.host_pages, bad_pages).any():
+                if sequence.state is SequenceState.ON_HOLD:  # its own bytes are gone: it computes them again
+                    self.resuming.remove(sequence)
+                    self.evict(sequence)
+                    continue
+            if sequence.state in WAITING:
+                self.cache.release(sequence.id)
+        for page in bad_pages:
+            self.cache.drop_entry(page)
+
+    def _carry_out(self, admissions: list[Admission], plans: list[DevicePlan], payloads: dict[int, Payload]) -> None:
+        sequences = [a.sequence for a in admissions]
+        rows = self.runner.accounts[0].free_rows[: len(sequences)]
+        allocated = [a.carry_out(p, rows) for a, p in zip(self.runner.accounts, plans, strict=True)]
+        loads = plans[0].loads
+        if loads:
+            targets = [pages[[i for _, i in plan.loads]] for pages, plan in zip(allocated, plans, strict=True)]
+            self.runner.load([payloads[h] for h, _ in loads], targets)
+        decode = self.counters.decode
+        decode.host_pages_loaded += len(loads)
+        decode.loads_skipped_duplicate += plans[0].skipped_duplicate
+        decode.loads_skipped_resident += plans[0].skipped_resident
+        for sequence, row in zip(sequences, rows, strict=True):
+            sequence.row = row
+            if sequence.state is SequenceState.ON_HOLD:
+                self.resuming.remove(sequence)
+                sequence.move_to(SequenceState.IN_DECODE)
+            else:
+                self.waiting.remove(sequence)
+                self.running.append(sequence)
+                self._start_prefill(sequence)
+
+    def _start_prefill(self, sequence: Row) -> None:
+        sequence.move_to(SequenceState.IN_PREFILL)
+        hit = sequence.shared_tokens if self.suffix_prefill else 0
+        sequence.offloaded_pages = sequence.shared_tokens // self.config.page_size
+        sequence.prefilled_tokens = sequence.committed_kv_tokens = hit
+        prefill = self.counters.prefill
+        if sequence.admitted_before:
+            prefill.resumed_tokens += sequence.num_tokens
+            return
+        sequence.admitted_before = True
+        n = len(sequence.prompt)
+        sequence.full_hit = hit == n
+        sequence.cached_tokens = min(hit, n - 1)
+        prefill.prompt_tokens += n
+        prefill.cached_tokens += sequence.cached_tokens
+        prefill.full_hits += sequence.full_hit
+        prefill.hits += hit > 0
+        prefill.misses += hit == 0
+
+    def _waits_for_wave(self, sequence: Row, admitted: list[Row]) -> bool:
+        """Whether a row that is being computed will publish the next page that `sequence` needs (X1)."""
+        if not (self.suffix_prefill and self.config.share_in_wave and sequence.reuse):
+            return False
+        size = self.config.page_size
+        others = [r for r in (*self.running, *admitted) if r.reuse and r.namespace == sequence.namespace]
+        others = [r for r in others if r.offloaded_pages < self.publishable_tokens(r) // size or r.pending_copies]
+        if not others:
+            return False
+        tokens = sequence.tokens
+        common = max(common_prefix(tokens, r.tokens[: self.publishable_tokens(r) // size * size]) for r in others)
+        if common < size:
+            return False
+        return common // size > self.cache.estimate([self._request(sequence)])[0].hit_pages
+
+    def publishable_tokens(self, sequence: Row) -> int:
+        """Tokens whose full pages may become index entries once computed: the prompt, or everything by option."""
+        return sequence.num_tokens if self.config.publish_generated else len(sequence.prompt)
+
+    # ---- release
+
+    def release(self, sequence: Row) -> None:
+        """Gives back everything that `sequence` holds; its published pages live on. Idempotent."""
+        for account in self.runner.accounts:
+            account.release(sequence.row)
+        self.cache.release(sequence.id)
+        sequence.forget_progress()
+        for line in (self.running, self.resuming, self.waiting):
+            if sequence in line:
+                line.remove(sequence)
+
+    def evict(self, sequence: Row) -> None:
+        """Takes all pages from a running sequence; it waits at the head of the line with its tokens and budget kept."""
+        target = SequenceState.EVICTED if sequence.generated or sequence.state is not SequenceState.IN_PREFILL else None
+        self.release(sequence)
+        sequence.move_to(target or SequenceState.QUEUEING)
+        self.counters.requests.reentries += 1
+        self.waiting.insert(0, sequence)
+
+    def release_device(self, sequence: Row) -> None:
+        """Gives back the device pages only (a row that goes on hold)."""
+        for account in self.runner.accounts:
+            account.release(sequence.row)
+        sequence.row = None
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """Leading tokens that a and b share."""
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if len(different) else n

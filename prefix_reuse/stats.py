@@ -1,0 +1,112 @@
+"""Counters of an engine, one class per stage, and the printable snapshot that `Engine.stats()` returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from prefix_reuse.device_pool import DevicePoolStats
+
+
+@dataclass
+class RequestCounters:
+    submitted: int = 0
+    completed: int = 0
+    cancelled: int = 0
+    refused: int = 0
+    """Bad or oversized requests, refused at submit."""
+    prefill_failures: int = 0
+    """Prefill batches that raised; their rows went back to the queue."""
+    reentries: int = 0
+    wave_waits: int = 0
+    """Times a request waited one step for another that computes its prefix."""
+
+
+@dataclass
+class PrefillCounters:
+    """M2: what prompts cost. A resumed (re-entered) row counts in `resumed_tokens` only."""
+
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    cached_tokens: int = 0
+    hits: int = 0
+    full_hits: int = 0
+    misses: int = 0
+    resumed_tokens: int = 0
+    """Tokens that evicted rows brought back, computed or found; never counted as hits."""
+    batches: int = 0
+    pages_offloaded: int = 0
+    """Pages whose copy to the host was started; cached pages are never copied again."""
+
+
+@dataclass
+class DecodeCounters:
+    """M3 and decode."""
+
+    steps: int = 0
+    tokens: int = 0
+    host_pages_loaded: int = 0
+    """Unique host pages copied to the device."""
+    loads_skipped_duplicate: int = 0
+    """Copies saved because another row of the same batch needed the page too."""
+    loads_skipped_resident: int = 0
+    """Copies saved because the page was on the device already."""
+    pages_deduplicated: int = 0
+    """Private copies that were dropped for a resident shared page."""
+
+
+@dataclass
+class FaultCounters:
+    """Everything that made a row recompute or drop something; never silent."""
+
+    failed_offloads: int = 0
+    failed_loads: int = 0
+    device_resets: int = 0
+
+
+@dataclass
+class EngineCounters:
+    requests: RequestCounters = field(default_factory=RequestCounters)
+    prefill: PrefillCounters = field(default_factory=PrefillCounters)
+    decode: DecodeCounters = field(default_factory=DecodeCounters)
+    faults: FaultCounters = field(default_factory=FaultCounters)
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """One moment of an engine. `print(stats)` gives a table; `dataclasses.asdict(stats)` plain numbers."""
+
+    enabled: bool
+    """Reuse was asked for."""
+    active: bool
+    disabled_reason: str
+    """Why it is not active though enabled; empty otherwise."""
+    stages: Mapping[str, bool]
+    requests: RequestCounters
+    prefill: PrefillCounters
+    decode: DecodeCounters
+    faults: FaultCounters
+    device: tuple[DevicePoolStats, ...]
+    """Per layer group."""
+    host: Any
+    """`host_store.HostStats`."""
+    compilations: Mapping[str, int]
+
+    def __str__(self) -> str:
+        lines = [f"prefix reuse: enabled={self.enabled} active={self.active} {self.disabled_reason}".rstrip()]
+        lines.append("stages: " + " ".join(f"{name}={on}" for name, on in self.stages.items()))
+        parts = [
+            ("requests", self.requests),
+            ("prefill", self.prefill),
+            ("decode", self.decode),
+            ("faults", self.faults),
+        ]
+        parts += [(f"device pages {i}", stats) for i, stats in enumerate(self.device)]
+        parts.append(("host pages", self.host))
+        for title, part in parts:
+            fields = (f"{f.name}={getattr(part, f.name)}" for f in dataclasses.fields(part))
+            lines.append(f"{title}: " + " ".join(fields))
+        lines.append("compilations: " + (" ".join(f"{k}={v}" for k, v in self.compilations.items()) or "none"))
+        return "\n".join(lines)
