@@ -1,0 +1,227 @@
+"""Mosaic GPU implementation of ragged_paged_attention for Hopper: tensor-core prefill straight from the page pool.
+
+`mosaic_schedule` lists the work, `mosaic_kernel` does it, this file chooses sizes and puts the parts together.
+
+Keys are summed in chunks at absolute multiples of `chunk`, and chunks in order. A row's bits therefore do not depend on its
+batch, on the split of its queries, or on whether one block ran over all chunks or each chunk had a block of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels import layout
+from pallas_kernels.ragged_paged_attention import mosaic_kernel as kernel
+from pallas_kernels.ragged_paged_attention import mosaic_schedule as schedule
+
+HEAD_DIMS = (64, 128)
+DTYPES = (jnp.bfloat16, jnp.float16)
+TUNED = json.loads((pathlib.Path(__file__).parent / "mosaic_tuned.json").read_text())
+MAX_PARTIAL_BYTES = 512 << 20  # f32 partial sums of a split
+
+
+def heads_per_tile(heads_per_kv_head: int) -> int:
+    """Query heads of one KV head that share a tile: the largest power of two, at most 8, that divides the group."""
+    return next(n for n in (8, 4, 2, 1) if heads_per_kv_head % n == 0)
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    page_table: jax.Array,
+    q_offsets: jax.Array,
+    kv_lens: jax.Array,
+    *,
+    layer: jax.Array,
+    scale: float,
+    window: int | None,
+    sinks: jax.Array | None,
+    soft_cap: float | None,
+    return_lse: bool,
+    config: dict[str, Any] | None = None,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.ragged_paged_attention`; `lse` is empty (all -inf) unless asked for.
+
+    Args:
+        config: overrides of the tuned sizes (keys of `mosaic_tuned.json`, `split`).
+        interpret: `plgpu.InterpretGPUParams(...)` to simulate on CPU.
+
+    Raises:
+        NotImplementedError: dtype, head_dim, page size or scale without a kernel.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    num_layers, pages_per_layer = kv_pages.shape[:2]
+    page_size, num_kv_heads = layout.page_size_of(kv_pages), layout.num_kv_heads_of(kv_pages)
+    if q.dtype not in DTYPES:
+        raise NotImplementedError(f"Mosaic GPU prefill computes in bf16 or f16, not {q.dtype}.")
+    if head_dim not in HEAD_DIMS:
+        raise NotImplementedError(f"Mosaic GPU prefill has head_dim {HEAD_DIMS}, not {head_dim}.")
+    if scale <= 0:
+        raise NotImplementedError("Mosaic GPU prefill needs a positive scale.")
+    tuned = {**TUNED["default"], **TUNED["head_dim"][str(head_dim)], **(config or {})}
+    block_kv, chunk = tuned["block_kv"], tuned["chunk"]
+    if page_size % 16 or (block_kv % page_size and page_size % block_kv):
+        raise NotImplementedError(f"Mosaic GPU prefill has pages of 16, 32, 64 or 128 slots, not {page_size}.")
+
+    num_rows, columns = page_table.shape
+    group = num_heads // num_kv_heads
+    packed = heads_per_tile(group)
+    head_groups = num_heads // packed
+    tokens = kernel.ROWS // packed
+    num_chunks = -(-columns * page_size // chunk)
+    slots = schedule.num_slots(num_tokens, num_rows, tokens * kernel.CONSUMERS)
+    split = tuned.get("split")
+    if split is None:
+        partial_bytes = num_chunks * num_tokens * num_heads * head_dim * 4
+        split = slots * head_groups <= tuned["split_below"] and partial_bytes <= MAX_PARTIAL_BYTES
+    split = bool(split) and num_chunks > 1
+
+    plan = schedule.build(
+        q_offsets,
+        kv_lens,
+        num_tokens=num_tokens,
+        tokens_per_tile=tokens * kernel.CONSUMERS,
+        num_head_groups=head_groups,
+        block_kv=block_kv,
+        window=window,
+        chunk=chunk,
+        num_chunks=num_chunks if split else 1,
+    )
+    shape = kernel.Shape(
+        num_blocks=min(tuned["num_blocks"], plan.items.shape[0]),
+        page_size=page_size,
+        pages_per_layer=pages_per_layer,
+        num_kv_heads=num_kv_heads,
+        heads_per_kv_head=group,
+        heads_per_tile=packed,
+        head_dim=head_dim,
+        dtype=q.dtype,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        has_sinks=sinks is not None and not split,
+        want_stats=return_lse or split,
+        split=split,
+        merge_chunks=num_chunks > 1 and not split,
+        chunk=chunk,
+        block_kv=block_kv,
+        stages=tuned["stages"],
+        consumer_registers=tuned["consumer_registers"],
+        producer_registers=tuned["producer_registers"],
+        simulate=bool(interpret),
+    )
+    inputs = {
+        "items": plan.items,
+        "count": plan.count,
+        "layer": jnp.reshape(layer, 1).astype(jnp.int32),
+        "table": page_table,
+        # TMA: the array is no smaller than a box, and whole tiles of 8 rows.
+        "q": jnp.pad(q, ((0, max(tokens, -(-num_tokens // 8) * 8) - num_tokens), (0, 0), (0, 0))),
+        "kv": kv_pages.reshape(num_layers * pages_per_layer * num_kv_heads * 2 * page_size, head_dim),
+    }
+    if shape.has_sinks:
+        inputs["sink_top"], inputs["sink_sum"] = (
+            jnp.repeat(x.reshape(head_groups, packed), tokens, axis=1) for x in sink_state(sinks)
+        )
+    out_tokens = inputs["q"].shape[0]
+    outputs = {"out": jax.ShapeDtypeStruct((out_tokens, num_heads, head_dim), q.dtype)}
+    if split:
+        outputs["out"] = jax.ShapeDtypeStruct((num_chunks, out_tokens, num_heads, head_dim), jnp.float32)
+    if shape.want_stats:
+        stats_slots = slots * (num_chunks if split else 1)
+        rows = kernel.CONSUMERS * kernel.ROWS
+        outputs["stats"] = jax.ShapeDtypeStruct((stats_slots, head_groups, 2, rows), jnp.float32)
+    results = dict(zip(outputs, run(shape, inputs, tuple(outputs.values()), interpret, tuned["lane"]), strict=True))
+
+    out = results["out"][..., :num_tokens, :, :]
+    lse = jnp.full((num_tokens, num_heads), -jnp.inf, jnp.float32)
+    if shape.want_stats:
+        top, total = token_stats(results["stats"], plan, tokens=tokens, packed=packed, slots=slots, split=split)
+    if split:
+        out, top, total = merge_chunks(out, top, total, plan)
+        denominator = total
+        if sinks is not None:
+            sink_top, sink_sum = sink_state(sinks)
+            new_top = jnp.maximum(top, sink_top)
+            out = out * power_of_two(top - new_top)[..., None]
+            denominator = total * power_of_two(top - new_top) + sink_sum * power_of_two(sink_top - new_top)
+        out = (out * jnp.where(denominator > 0, 1.0 / denominator, 0.0)[..., None]).astype(q.dtype)
+    if return_lse:
+        # The maximum of no keys is not an exponent: only rows with keys have a logarithm.
+        live = total > 0
+        lse = jnp.where(live, (top + jnp.log2(jnp.where(live, total, 1.0))) / kernel.LOG2E, -jnp.inf)
+        if sinks is not None:
+            lse = jnp.where(live, jnp.logaddexp(lse, sinks.astype(jnp.float32)), -jnp.inf)
+    return out, lse
+
+
+def run(
+    shape: kernel.Shape, inputs: dict[str, jax.Array], outputs: tuple[Any, ...], interpret: Any, lane: bool
+) -> tuple[jax.Array, ...]:
+    """Launch the kernel."""
+    names = (*inputs, *(["out", "stats"][: len(outputs)]))
+
+    def entry(*arrays: Any, **scratch: Any) -> None:
+        kernel.body(shape, {**dict(zip(names, arrays, strict=True)), **scratch})
+
+    semantics = plgpu.LoweringSemantics.Lane if lane else plgpu.LoweringSemantics.Warpgroup
+    return plgpu.kernel(
+        entry,
+        out_type=outputs,
+        scratch_types=kernel.scratch(shape),
+        grid=(shape.num_blocks,),
+        grid_names=("block",),
+        num_threads=kernel.CONSUMERS + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=semantics, reduction_scratch_bytes=1024),
+        interpret=interpret,
+        kernel_name="ragged_paged_attention",
+    )(*inputs.values())
+
+
+def sink_state(sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A sink as maximum (an integer in base 2) and denominator."""
+    logit = sinks.astype(jnp.float32) * kernel.LOG2E
+    top = jnp.ceil(logit)
+    return top, jnp.exp2(logit - top)
+
+
+def power_of_two(x: jax.Array) -> jax.Array:
+    """2**x for integers x <= 0, exactly; 0 below the range. XLA's exp2 goes through exp and rounds."""
+    exponent = jnp.clip(x, -127, 0).astype(jnp.int32) + 127
+    return jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
+
+
+def token_stats(
+    stats: jax.Array, plan: schedule.Schedule, *, tokens: int, packed: int, slots: int, split: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Maximum and denominator of every token and head, `[T, H]`, or `[chunks, T, H]` of a split."""
+    head_groups = stats.shape[1]
+    chunks = stats.reshape(-1, slots, head_groups, 2, kernel.CONSUMERS, packed, tokens)
+    picked = chunks[:, plan.slots, :, :, plan.lanes // tokens, :, plan.lanes % tokens]  # [T, chunks, groups, 2, packed]
+    picked = picked.transpose(3, 1, 0, 2, 4).reshape(2, chunks.shape[0], plan.slots.shape[0], head_groups * packed)
+    return (picked[0], picked[1]) if split else (picked[0, 0], picked[1, 0])
+
+
+def merge_chunks(
+    out: jax.Array, top: jax.Array, total: jax.Array, plan: schedule.Schedule
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sum of the chunks' parts in order, as one block would have added them up."""
+    begin, end = plan.chunk_range
+    number = jnp.arange(out.shape[0])[:, None]
+    written = ((number >= begin) & (number < end))[..., None]
+    top = jnp.where(written, top, kernel.EMPTY_TOP)
+    all_top = top.max(axis=0)
+    weight = jnp.where(written, power_of_two(top - all_top), 0.0)
+    values, sums = jnp.zeros(out.shape[1:], jnp.float32), jnp.zeros(out.shape[1:-1], jnp.float32)
+    for c in range(out.shape[0]):
+        values = values + jnp.where(written[c][..., None], out[c] * weight[c][..., None], 0.0)
+        sums = sums + jnp.where(written[c], total[c] * weight[c], 0.0)
+    return values, all_top, sums
