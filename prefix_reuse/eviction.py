@@ -1,0 +1,163 @@
+"""Eviction policies, and the queue that keeps the leaves of the index in the order of a policy.
+
+A policy is one method that returns a sortable key; the smallest goes first (as in SGLang's `evict_policy.py`).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Protocol
+
+
+class Evictable(Protocol):
+    """What a policy may look at: one run of pages at the end of its branch."""
+
+    last_access: int
+    """Tick of the last use; one tick per index operation."""
+    hits: int
+    """Uses since the run was stored."""
+    priority: int
+    """Given at commit; 0 by default."""
+    touched_at: float
+    """Seconds on the index's clock of the last use (0 for policies that do not ask for time)."""
+
+
+class EvictionPolicy:
+    """Orders runs of pages. Keys may only grow while a run stays cached, except at its `deadline`."""
+
+    mergeable: ClassVar[bool] = False
+    """Whether a run may be extended in place by new pages (both would always have the same key)."""
+    uses_time: ClassVar[bool] = False
+
+    def key(self, entry: Evictable, now: float) -> Any:
+        """A sortable key; the entry with the smallest is evicted first."""
+        raise NotImplementedError
+
+    def deadline(self, entry: Evictable) -> float | None:
+        """When the key will fall without a use, in seconds on the index's clock; None = never."""
+        return None
+
+
+class LRU(EvictionPolicy):
+    """Least recently used first."""
+
+    mergeable = True
+
+    def key(self, entry: Evictable, now: float) -> int:
+        return entry.last_access
+
+
+class LFU(EvictionPolicy):
+    """Least often used first, then least recently used."""
+
+    def key(self, entry: Evictable, now: float) -> tuple[int, int]:
+        return entry.hits, entry.last_access
+
+
+class PriorityTTL(EvictionPolicy):
+    """Lowest priority first, then least recently used; a priority lasts `ttl` seconds after the last use.
+
+    Source: TensorRT-LLM's retention priorities with a duration.
+
+    Args:
+        ttl: seconds after the last use until a run counts as priority 0.
+    """
+
+    uses_time = True
+
+    def __init__(self, ttl: float) -> None:
+        self.ttl = ttl
+
+    def key(self, entry: Evictable, now: float) -> tuple[int, int]:
+        expired = now >= entry.touched_at + self.ttl
+        return (min(entry.priority, 0) if expired else entry.priority), entry.last_access
+
+    def deadline(self, entry: Evictable) -> float | None:
+        return entry.touched_at + self.ttl if entry.priority > 0 else None
+
+
+class LeafQueue:
+    """Leaves in the order of their keys, without sorting at eviction: a heap with at most one valid record a leaf.
+
+    A use makes a key grow, which leaves its record stale; stale records are put right when they come up. Keys that
+    fall (a deadline passes, a soft pin goes) get a new record, which makes the old one void.
+    """
+
+    def __init__(self, policy: EvictionPolicy, is_leaf: Callable[[Any], bool], clock: Callable[[], float]) -> None:
+        self._policy = policy
+        self._is_leaf = is_leaf
+        self._clock = clock
+        self._heap: list[tuple[Any, int, Any]] = []
+        self._deadlines: list[tuple[float, int, Any]] = []
+        self._records = 0
+        self._now = 0.0
+        self._limit = 1024
+
+    def key(self, node: Any) -> Any:
+        return node.soft_pinned, self._policy.key(node, self._now)
+
+    def add(self, node: Any) -> None:
+        """A node has become a leaf."""
+        if node.record == 0:
+            self.renew(node)
+
+    def renew(self, node: Any) -> None:
+        """Write a new record for a leaf, whose key may have fallen."""
+        self._records += 1
+        node.record = self._records
+        heapq.heappush(self._heap, (self.key(node), self._records, node))
+        self._watch(node)
+        if len(self._heap) > self._limit:  # void records pile up only where keys fall or subtrees are removed
+            self._heap = [entry for entry in self._heap if entry[2].record == entry[1]]
+            heapq.heapify(self._heap)
+            self._limit = 2 * len(self._heap) + 1024
+
+    def _watch(self, node: Any) -> None:
+        deadline = self._policy.deadline(node)
+        if deadline is not None and deadline > self._now:
+            heapq.heappush(self._deadlines, (deadline, self._records, node))
+
+    def pop(self) -> Any | None:
+        """Take out the leaf with the smallest key; None if there is no leaf."""
+        heap = self._heap
+        while heap:
+            key, record, node = heap[0]
+            if node.record != record:
+                heapq.heappop(heap)
+            elif not self._is_leaf(node):
+                heapq.heappop(heap)
+                node.record = 0
+            elif (current := self.key(node)) != key:
+                self._records += 1
+                node.record = self._records
+                heapq.heapreplace(heap, (current, self._records, node))
+                self._watch(node)
+            else:
+                heapq.heappop(heap)
+                node.record = 0
+                return node
+        return None
+
+    def start(self) -> None:
+        """Begin an eviction: read the clock and renew the leaves whose deadline has passed."""
+        if not self._policy.uses_time:
+            return
+        self._now = self._clock()
+        while self._deadlines and self._deadlines[0][0] <= self._now:
+            _, _, node = heapq.heappop(self._deadlines)
+            if node.record and self._is_leaf(node):
+                self.renew(node)
+            else:
+                node.record = 0  # renewed when it becomes a leaf again
+
+    def ordered(self) -> Iterator[Any]:
+        """Leaves from first to last to go, without changing anything; sorts, for displays and checks."""
+        leaves = [node for _, record, node in self._heap if node.record == record and self._is_leaf(node)]
+        yield from sorted(leaves, key=self.key)
+
+    def clear(self) -> None:
+        for _, _, node in self._heap:
+            node.record = 0
+        self._heap.clear()
+        self._deadlines.clear()

@@ -1,0 +1,566 @@
+"""PrefixIndex: which page holds the KV of which tokens, for every prompt beginning that is cached."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from prefix_reuse.errors import IntegrityError, InvalidRequestError
+from prefix_reuse.eviction import LRU, EvictionPolicy, LeafQueue
+from prefix_reuse.hashing import Digest, as_tokens, root_key
+from prefix_reuse.index_check import check_tree
+from prefix_reuse.index_explain import explain
+from prefix_reuse.index_tree import (
+    NO_PAGES,
+    TOKEN_BYTES,
+    Node,
+    Path,
+    compact,
+    is_leaf,
+    path_pages,
+    prefix_of,
+    split,
+    subtree,
+    walk,
+)
+from prefix_reuse.index_types import CommitResult, Explanation, IndexRun, IndexStats
+from prefix_reuse.lease import MissReason, PrefixMatch
+
+INT32 = np.dtype("<i4")
+MAX_TOMBSTONES = 4096
+Undo = list[Callable[[], None]]
+"""Steps that take back what an operation did, to be run last to first."""
+
+
+class PrefixIndex:
+    """Exact index from token pages to page ids, with eviction from the leaves.
+
+    The index names pages; it owns none. Whoever owns them counts one pin per entry and learns from `evict`, `remove`,
+    `clear` and `CommitResult.evicted` which pins to drop.
+
+    Args:
+        page_size: token slots per page.
+        max_entries: pages indexed at most; None = no limit.
+        policy: order of eviction.
+        digest: chained digest computed for each new page (`CommitResult.digests`); matching never uses it.
+        clock: seconds, for policies that use time.
+        max_soft_pinned: pages that `soft_pin` may hold at most; None = half of `max_entries`, or no limit.
+
+    Example:
+        >>> index = PrefixIndex(page_size=2)
+        >>> _ = index.commit([1, 2, 3, 4], np.array([7, 8]), b"ns")
+        >>> index.lookup([1, 2, 9, 9], b"ns").page_ids
+        array([7], dtype=int32)
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        *,
+        max_entries: int | None = None,
+        policy: EvictionPolicy | None = None,
+        digest: Digest | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        max_soft_pinned: int | None = None,
+    ) -> None:
+        if page_size < 1 or (max_entries is not None and max_entries < 1):
+            raise InvalidRequestError(f"page_size={page_size} and max_entries={max_entries} must be at least 1")
+        self.page_size = page_size
+        self.max_entries = max_entries
+        self.policy = policy if policy is not None else LRU()
+        self.max_soft_pinned = max_entries // 2 if max_soft_pinned is None and max_entries else max_soft_pinned
+        self._digest = digest
+        self._clock = clock
+        self._step = TOKEN_BYTES * page_size
+        self._roots: dict[bytes, Node] = {}
+        self._leaves = LeafQueue(self.policy, is_leaf, clock)
+        self._busy: Callable[[np.ndarray], np.ndarray] | None = None
+        self._tick = 0
+        self._splits = 0
+        self._families = 0
+        self._tombstones: OrderedDict[tuple[int, int, bytes], None] = OrderedDict()
+        self._entries = self._soft_pinned = 0
+        self._hits = self._misses = self._lookup_tokens = self._matched_tokens = 0
+        self._inserted = self._evicted = self._removed = self._compared = self._invalidations = 0
+
+    def __len__(self) -> int:
+        """Pages indexed now."""
+        return self._entries
+
+    def bind_busy(self, busy: Callable[[np.ndarray], np.ndarray]) -> None:
+        """Let the owner of the pages say which of them are in use (nonzero): those are never evicted.
+
+        Raises:
+            InvalidRequestError: another owner is bound already.
+        """
+        if self._busy is not None and self._busy != busy:
+            raise InvalidRequestError("this index already belongs to another store; give each store its own")
+        self._busy = busy
+
+    # Lookup
+
+    def peek(self, tokens: Any, namespace: bytes) -> PrefixMatch:
+        """Longest cached prefix, without any side effect (recency and counters included).
+
+        Args:
+            tokens: int32 [T]; other integer sequences are converted. Empty gives no match.
+            namespace: digest of the namespace.
+        """
+        if type(tokens) is not np.ndarray or tokens.dtype != INT32 or not tokens.flags.c_contiguous or tokens.ndim != 1:
+            tokens = as_tokens(tokens)
+        full = len(tokens) // self.page_size
+        if full == 0:
+            return PrefixMatch(NO_PAGES, 0, MissReason.TOO_SHORT if len(tokens) else MissReason.EMPTY)
+        root = self._roots.get(namespace)
+        if root is None:
+            return PrefixMatch(NO_PAGES, 0, MissReason.NOT_CACHED)
+        data = memoryview(tokens).cast("B")
+        path = walk(root, data, full, self._step, self._splits)
+        count = path.num_pages
+        reason = MissReason.NONE if count == full else self._reason(root, path, data)
+        return PrefixMatch(path_pages(path), count, reason, path)
+
+    def lookup(self, tokens: Any, namespace: bytes) -> PrefixMatch:
+        """Longest cached prefix; refreshes the recency of exactly the matched pages and counts a hit or a miss."""
+        match = self.peek(tokens, namespace)
+        self.touch(match, tokens, namespace)
+        return match
+
+    def touch(self, match: PrefixMatch, tokens: Any, namespace: bytes) -> None:
+        """Count a `peek` as a lookup and refresh what it matched (of which the caller holds a reference since)."""
+        self._lookup_tokens += len(tokens)
+        if match.num_pages == 0:
+            self._misses += 1
+            return
+        path: Path = match.path
+        if path.version != self._splits:  # a split moved the borders of the runs since the peek
+            path = self.peek(tokens, namespace).path
+        self._hits += 1
+        self._matched_tokens += match.num_pages * self.page_size
+        self._compared += path.compared
+        self._refresh(path, hits=1)
+
+    def _refresh(self, path: Path, hits: int, undo: Undo | None = None) -> Node | None:
+        """Mark what `path` matched as used now; returns its last node, cut so that it ends where the match ends."""
+        self._tick += 1
+        tick = self._tick
+        now = self._clock() if self.policy.uses_time else 0.0
+        nodes = path.nodes
+        if path.partial is not None and path.partial_pages:
+            if path.partial_pages < path.partial.num_pages:
+                self._splits += 1
+                last = split(path.partial, path.partial_pages, self._step)
+            else:
+                last = path.partial
+            nodes = [*nodes, last]
+        if undo is not None:
+            before = [(n, n.last_access, n.hits, n.touched_at) for n in nodes]
+            undo.append(lambda: _restore_access(before))
+        for node in nodes:
+            node.last_access = tick
+            node.hits += hits
+            node.touched_at = now
+        return nodes[-1] if nodes else None
+
+    def _reason(self, root: Node, path: Path, data: memoryview) -> str:
+        node = path.partial or (path.nodes[-1] if path.nodes else root)
+        at = path.num_pages * self._step
+        if self._tombstones and (node.family, path.num_pages, bytes(data[at : at + self._step])) in self._tombstones:
+            return MissReason.EVICTED
+        return MissReason.DIFFERENT if path.partial is not None or node.children else MissReason.NOT_CACHED
+
+    # Commit
+
+    def commit(
+        self,
+        tokens: Any,
+        page_ids: np.ndarray,
+        namespace: bytes,
+        *,
+        priority: int = 0,
+        accept: Callable[[np.ndarray], int] | None = None,
+        undo: Undo | None = None,
+    ) -> CommitResult:
+        """Make the pages of a prompt entries. Entries that exist keep their own page and are refreshed.
+
+        Args:
+            tokens: int32, at least `len(page_ids)` full pages.
+            page_ids: int32 [N], the pages that hold tokens 0 .. N * page_size - 1; the first N of the prompt.
+            namespace: digest of the namespace.
+            priority: for policies that ask for it; applies to new entries.
+            accept: told the page ids about to become entries; says how many leading ones may.
+            undo: receives the steps that take this commit back.
+
+        Returns:
+            What became an entry. With `max_entries`, cold leaves go first; if what is in use leaves no room, only the
+            leading pages that fit are inserted.
+        """
+        tokens = as_tokens(tokens)
+        page_ids = np.asarray(page_ids, np.int32)
+        count = len(page_ids)
+        if count * self.page_size > len(tokens):
+            raise InvalidRequestError(f"{count} pages need {count * self.page_size} tokens, got {len(tokens)}")
+        if count == 0:
+            return CommitResult(slice(0, 0), NO_PAGES, NO_PAGES, NO_PAGES, [])
+        data = memoryview(tokens).cast("B")
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._new_root(namespace)
+        path = walk(root, data, count, self._step, self._splits)
+        self._compared += path.compared
+        matched = path.num_pages
+        entry_ids = path_pages(path)
+        last = self._refresh(path, hits=0, undo=undo) or root
+        new = count - matched
+        if new and accept is not None:
+            new = min(new, accept(page_ids[matched:]))
+        evicted = NO_PAGES
+        if new and self.max_entries is not None and self._entries + new > self.max_entries:
+            evicted = self.evict(self._entries + new - self.max_entries, keep=last, undo=undo)
+            new = min(new, self.max_entries - self._entries)
+        if new <= 0:
+            if not root.children:
+                self._roots.pop(namespace, None)
+            return CommitResult(slice(matched, matched), entry_ids, NO_PAGES, evicted, [])
+        new_ids = page_ids[matched : matched + new].copy()
+        new_ids.setflags(write=False)
+        at = matched * self._step
+        node = self._insert(last, bytes(data[at : at + new * self._step]), new_ids, matched, priority, undo)
+        digests = [] if self._digest is None else self._add_digests(last, node, new, namespace)
+        self._entries += new
+        self._inserted += new
+        return CommitResult(slice(matched, matched + new), entry_ids, new_ids, evicted, digests)
+
+    def _insert(
+        self, last: Node, data: bytes, page_ids: np.ndarray, start: int, priority: int, undo: Undo | None
+    ) -> Node:
+        if self.policy.mergeable and is_leaf(last) and not last.soft_pinned and last.priority == priority:
+            return self._extend(last, data, page_ids, undo)
+        step = self._step
+        node = Node(last, data if len(page_ids) == 1 else data[:step], data, page_ids, start)
+        self._families += 1
+        node.family = self._families
+        node.last_access = self._tick
+        node.touched_at = last.touched_at or (self._clock() if self.policy.uses_time else 0.0)
+        node.priority = priority
+        if last.children is None:
+            last.children = {}
+        last.children[node.key] = node
+        self._leaves.add(node)
+        if undo is not None:
+            undo.append(lambda: self._take_back(node))
+        return node
+
+    def _extend(self, leaf: Node, data: bytes, page_ids: np.ndarray, undo: Undo | None) -> Node:
+        """Lengthen a leaf in place: all its pages have the same recency, and one run is compared faster than two."""
+        if undo is not None:
+            pages, ids = leaf.num_pages, leaf.page_ids
+            undo.append(lambda: self._take_back(leaf, pages, ids))
+        leaf.tokens = leaf.tokens[: leaf.num_pages * self._step] + data
+        if leaf.digests is not None:
+            del leaf.digests[leaf.num_pages :]
+        leaf.page_ids = np.concatenate([leaf.page_ids, page_ids])
+        leaf.page_ids.setflags(write=False)
+        leaf.num_pages = len(leaf.page_ids)
+        return leaf
+
+    def _take_back(self, node: Node, pages: int = 0, ids: np.ndarray = NO_PAGES) -> None:
+        """Undo an insertion: shorten `node` to what it was, or unlink it."""
+        new = node.num_pages - pages
+        self._entries -= new
+        self._inserted -= new
+        node.num_pages, node.page_ids = pages, ids
+        if pages == 0:
+            self._unlink(node)
+
+    def _add_digests(self, last: Node, node: Node, new: int, namespace: bytes) -> list[bytes]:
+        digest, step = self._digest, self._step
+        assert digest is not None
+        if node is last or last.digests:
+            assert last.digests is not None
+            key = last.digests[-1]
+        else:
+            key = root_key(namespace, self.page_size)
+        data, first = node.tokens, (node.num_pages - new) * step
+        digests = []
+        for at in range(first, first + new * step, step):
+            key = digest(key + data[at : at + step])
+            digests.append(key)
+        if node.digests is None:
+            node.digests = digests
+        else:
+            node.digests.extend(digests)
+        return digests
+
+    def _new_root(self, namespace: bytes) -> Node:
+        self._families += 1
+        root = self._roots[namespace] = Node(None, b"", namespace, NO_PAGES, 0)  # a root's tokens are its name
+        root.family = self._families
+        return root
+
+    # Eviction
+
+    def evict(self, n: int, *, keep: Node | None = None, undo: Undo | None = None) -> np.ndarray:
+        """Drop up to `n` entries, coldest leaf first and from its tail; pages in use are passed over.
+
+        Returns:
+            int32, the page ids that lost their entry; fewer than `n` if the rest is in use or carries such pages.
+        """
+        out: list[np.ndarray] = []
+        passed: list[Node] = []
+        count = 0
+        leaves = self._leaves
+        leaves.start()
+        while count < n:
+            node = leaves.pop()
+            if node is None:
+                break
+            want = min(n - count, node.num_pages)
+            free = 0 if node is keep else self._free_tail(node, want)
+            if free:
+                out.append(node.page_ids[node.num_pages - free :])
+                self._cut(node, free, undo)
+                count += free
+            if node.num_pages:
+                # A leaf that still has pages stays in the order, but not in the way of this call.
+                passed.append(node)
+        for node in passed:
+            leaves.add(node)
+        self._evicted += count
+        if undo is not None and count:
+            undo.append(lambda: self._add_evicted(-count))
+        return np.concatenate(out) if len(out) != 1 else out[0] if out else NO_PAGES
+
+    def _add_evicted(self, count: int) -> None:
+        self._evicted += count
+
+    def _free_tail(self, node: Node, want: int) -> int:
+        """How many of the last `want` pages may go: those behind the last page in use."""
+        if self._busy is None:
+            return want
+        in_use = self._busy(node.page_ids[node.num_pages - want :]).nonzero()[0]
+        return want - (int(in_use[-1]) + 1 if in_use.size else 0)
+
+    def _cut(self, node: Node, pages: int, undo: Undo | None) -> None:
+        """Take the last `pages` pages off a leaf, and the leaf off the tree when nothing is left of it."""
+        if undo is not None:
+            undo.append(self._undo_cut(node))
+        left = node.num_pages - pages
+        self._entries -= pages
+        if node.soft_pinned:
+            self._soft_pinned -= pages
+        self._bury(node, left)
+        node.page_ids = node.page_ids[:left]
+        node.num_pages = left
+        if left == 0:
+            self._unlink(node)
+        elif undo is None:
+            compact(node, self._step)
+
+    def _undo_cut(self, node: Node) -> Callable[[], None]:
+        parent, ids, pages = node.parent, node.page_ids, node.num_pages
+        assert parent is not None
+
+        def restore() -> None:
+            back = pages - node.num_pages
+            if node.num_pages == 0:
+                node.parent = parent
+                if parent.children is None:
+                    parent.children = {}
+                parent.children[node.key] = node
+                if parent.is_root:
+                    self._roots[parent.tokens] = parent
+            node.num_pages, node.page_ids = pages, ids
+            self._entries += back
+            if node.soft_pinned:
+                self._soft_pinned += back
+            self._tombstones.popitem()
+            if is_leaf(node):
+                self._leaves.renew(node)
+
+        return restore
+
+    def _bury(self, node: Node, left: int) -> None:
+        """Remember where an evicted page was, so that a later miss there can say so."""
+        first = node.tokens[left * self._step : (left + 1) * self._step]
+        family = node.family if left or node.parent is None else node.parent.family
+        self._tombstones[family, node.start + left, first] = None
+        if len(self._tombstones) > MAX_TOMBSTONES:
+            self._tombstones.popitem(last=False)
+
+    def _unlink(self, node: Node) -> None:
+        parent = node.parent
+        assert parent is not None
+        assert parent.children is not None
+        del parent.children[node.key]
+        node.parent = None
+        if parent.children:
+            return
+        parent.children = None
+        if parent.is_root:
+            self._roots.pop(parent.tokens, None)
+        else:
+            self._leaves.add(parent)
+
+    def remove(self, page_id: int) -> np.ndarray:
+        """Drop the entry that names `page_id` and everything that hangs below it, used or not.
+
+        Returns:
+            int32, the page ids that lost their entry; empty if no entry names the page.
+        """
+        for root in self._roots.values():
+            for node in subtree(root):
+                at = np.flatnonzero(node.page_ids == page_id)
+                if at.size:
+                    return self._remove_from(node, int(at[0]))
+        return NO_PAGES
+
+    def _remove_from(self, node: Node, left: int) -> np.ndarray:
+        below = list(subtree(node))
+        ids = np.concatenate([node.page_ids[left:], *(n.page_ids for n in below[1:])])
+        soft = sum(n.num_pages for n in below[1:] if n.soft_pinned) + (node.num_pages - left) * node.soft_pinned
+        for child in below[1:]:
+            child.parent, child.children = None, None
+        self._bury(node, left)
+        node.children = None
+        node.page_ids, node.num_pages = node.page_ids[:left], left
+        self._entries -= len(ids)
+        self._soft_pinned -= soft
+        self._removed += len(ids)
+        if left == 0:
+            self._unlink(node)
+        else:
+            compact(node, self._step)
+            self._leaves.add(node)
+        return ids
+
+    def clear(self, namespace: bytes | None = None) -> np.ndarray:
+        """Drop every entry of a namespace, or of all; counts one invalidation.
+
+        Returns:
+            int32, the page ids that lost their entry.
+        """
+        names = list(self._roots) if namespace is None else [namespace] if namespace in self._roots else []
+        ids = [NO_PAGES]
+        for name in names:
+            for node in list(subtree(self._roots.pop(name))):
+                ids.append(node.page_ids)
+                if node.soft_pinned:
+                    self._soft_pinned -= node.num_pages
+                node.parent, node.children, node.tokens = None, None, b""
+        out = np.concatenate(ids)
+        self._entries -= len(out)
+        self._removed += len(out)
+        self._invalidations += 1
+        if namespace is None:
+            self._leaves.clear()
+            self._tombstones.clear()
+        return out
+
+    # Soft pins
+
+    def soft_pin(self, tokens: Any, namespace: bytes, pinned: bool = True) -> int:
+        """Let the cached beginning of `tokens` be evicted last (or, with `pinned=False`, in its turn again).
+
+        A soft pin cannot wedge the pool: soft-pinned pages still go when nothing else can, and at most
+        `max_soft_pinned` pages are pinned (from the front).
+
+        Returns:
+            Pages whose pin was changed by this call.
+        """
+        match = self.peek(tokens, namespace)
+        if match.path is None:
+            return 0
+        nodes = list(match.path.nodes)
+        if match.path.partial_pages:
+            nodes.append(self._split_at(match.path.partial, match.path.partial_pages))
+        changed = 0
+        for node in nodes if pinned else reversed(nodes):
+            if node.soft_pinned == pinned:
+                continue
+            if pinned and self.max_soft_pinned is not None:
+                room = self.max_soft_pinned - self._soft_pinned
+                if room <= 0:
+                    break
+                node = self._split_at(node, min(room, node.num_pages))
+            node.soft_pinned = pinned
+            changed += node.num_pages
+            self._soft_pinned += node.num_pages if pinned else -node.num_pages
+            if is_leaf(node):
+                self._leaves.renew(node)
+        return changed
+
+    def _split_at(self, node: Node, pages: int) -> Node:
+        if pages == node.num_pages:
+            return node
+        self._splits += 1
+        return split(node, pages, self._step)
+
+    # Looking inside
+
+    def __iter__(self) -> Iterator[IndexRun]:
+        """Runs of pages, parents before children."""
+        for namespace, root in self._roots.items():
+            for node in subtree(root):
+                if node.num_pages:
+                    tokens = np.frombuffer(node.tokens, np.int32, node.num_pages * self.page_size)
+                    children = len(node.children or ())
+                    yield IndexRun(namespace, node.start, tokens, node.page_ids, node.last_access, node.hits, children)
+
+    def prefixes(self) -> Iterator[tuple[bytes, np.ndarray, np.ndarray]]:
+        """Each longest cached prefix as (namespace, tokens int32, page ids int32), hottest last."""
+        leaves = [(n.last_access, ns, n) for ns, root in self._roots.items() for n in subtree(root) if is_leaf(n)]
+        for _, namespace, node in sorted(leaves, key=lambda leaf: leaf[0]):
+            data, ids = prefix_of(node, self._step)
+            yield namespace, np.frombuffer(data, np.int32), ids
+
+    def eviction_order(self) -> list[int]:
+        """Page ids of the present leaves, first to go first (a leaf's own pages from its tail)."""
+        return [int(i) for node in self._leaves.ordered() for i in node.page_ids[::-1]]
+
+    def explain(self, tokens: Any, namespace: bytes) -> Explanation:
+        """How far a prompt hits and why no further. No side effect. It looks into other namespaces: not for tenants."""
+        return explain(self, as_tokens(tokens), namespace)
+
+    def recency(self) -> dict[tuple[bytes, int], tuple[int, int]]:
+        """(namespace, page id) -> (last access, hits) of every entry, to compare states."""
+        return {(run.namespace, int(i)): (run.last_access, run.hits) for run in self for i in run.page_ids}
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` naming the first broken invariant; takes time in proportion to the entries."""
+        check_tree(self._roots, self._step, self._leaves)
+        entries = sum(n.num_pages for root in self._roots.values() for n in subtree(root))
+        soft = sum(n.num_pages for root in self._roots.values() for n in subtree(root) if n.soft_pinned)
+        if (entries, soft) != (self._entries, self._soft_pinned):
+            raise IntegrityError(
+                f"tree holds {entries} pages ({soft} soft-pinned), counters say {self._entries} ({self._soft_pinned})"
+            )
+        if self.max_entries is not None and entries > self.max_entries:
+            raise IntegrityError(f"{entries} entries exceed max_entries={self.max_entries}")
+
+    def stats(self) -> IndexStats:
+        """Counters and sizes; walks the nodes, not the pages."""
+        return IndexStats(
+            entries=self._entries,
+            nodes=sum(1 for root in self._roots.values() for n in subtree(root) if n.num_pages),
+            namespaces=len(self._roots),
+            soft_pinned=self._soft_pinned,
+            hits=self._hits,
+            misses=self._misses,
+            lookup_tokens=self._lookup_tokens,
+            matched_tokens=self._matched_tokens,
+            inserted_pages=self._inserted,
+            evicted_pages=self._evicted,
+            removed_pages=self._removed,
+            collision_checks=self._compared,
+            invalidations=self._invalidations,
+        )
+
+
+def _restore_access(before: list[tuple[Node, int, int, float]]) -> None:
+    for node, last_access, hits, touched_at in before:
+        node.last_access, node.hits, node.touched_at = last_access, hits, touched_at
