@@ -1,0 +1,122 @@
+"""The command line: `prefix-reuse demo`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from prefix_reuse.demo import QUESTIONS, DemoReport, run_demo
+from prefix_reuse.errors import PrefixReuseError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Prefix KV reuse for JAX.")
+
+
+@app.callback()
+def commands() -> None:
+    """Prefix KV reuse for JAX: what prompts share is computed once and kept once."""
+
+
+@app.command()
+def demo(
+    model: Annotated[str, typer.Option(help="A checkpoint folder, a .gguf file, or a known name.")] = "smollm2",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 32,
+    page_size: Annotated[int, typer.Option(min=1, help="Token slots per page, a power of two.")] = 64,
+) -> None:
+    """Several questions over one long document: cold, warm, and as a batch. Exit code 1 when tokens differ."""
+    from prefix_reuse.checkpoints import load_model
+
+    # The report goes to stdout, progress to stderr.
+    console, progress = Console(), Console(stderr=True)
+    try:
+        loaded = load_model(model, progress=True)
+    except (ValueError, OSError) as error:  # `models.CheckpointError` is a ValueError
+        fail(error)
+    report = run_demo(
+        loaded,
+        questions=QUESTIONS,
+        max_tokens=max_tokens,
+        page_size=page_size,
+        progress=True,
+        say=lambda line: progress.print(line, style="dim"),
+    )
+    print_report(report, console)
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.to_json(), indent=2) + "\n")
+        console.print(f"numbers written to {json_file}")
+    raise typer.Exit(report.exit_code)
+
+
+def print_report(report: DemoReport, console: Console) -> None:
+    """The answers, a line per question, the pages of the batch, and the verdict."""
+    for result in report.questions:
+        console.print(f"[bold]Q: {result.question}[/bold]")
+        console.print(f"A: {result.answer}\n", markup=False, highlight=False)
+
+    questions = Table(title=f"{report.model} on {report.device}", title_justify="left")
+    questions.add_column("question")
+    for heading in (
+        "prompt\ntokens",
+        "computed\ncold",
+        "computed\nwarm",
+        "TTFT cold\nms",
+        "TTFT warm\nms",
+        "tokens\nequal",
+    ):
+        questions.add_column(heading, justify="right")
+    for result in report.questions:
+        questions.add_row(
+            result.question,
+            f"{result.prompt_tokens}",
+            f"{result.computed_tokens_cold}",
+            f"{result.computed_tokens_warm}",
+            f"{result.ttft_cold_ms:.1f}",
+            f"{result.ttft_warm_ms:.1f}",
+            "yes" if result.tokens_equal else "no",
+        )
+    console.print(questions)
+
+    pages = Table(title=f"the {len(report.questions)} questions as one batch", title_justify="left")
+    pages.add_column("pages")
+    for heading in ("logical", "physical", "saved"):
+        pages.add_column(heading, justify="right")
+    for name, logical, physical in (
+        ("host", report.host_pages_logical, report.host_pages_physical),
+        ("GPU", report.gpu_pages_logical, report.gpu_pages_physical),
+    ):
+        pages.add_row(name, str(logical), str(physical), str(logical - physical))
+    console.print(pages)
+    console.print(f"host-to-device page copies skipped: {report.h2d_pages_skipped}")
+    console.print(f"largest difference of a logit, warm against cold: {report.max_logit_diff:.3g}")
+
+    for flip in report.flips:
+        verdict = "excused" if flip.excused else "[bold red]not excused[/bold red]"
+        console.print(
+            f"question {flip.question + 1}, {flip.run}: token {flip.position} is {flip.other_token}, "
+            f"cold {flip.cold_token}; cold top-2 margin {flip.margin:.3g}, noise {flip.noise:.3g}: {verdict}"
+        )
+    if report.tokens_equal:
+        console.print("[bold green]all tokens equal[/bold green]: cold, warm, and in the batch")
+
+
+def main() -> None:
+    """Entry point; errors of this package end as one line and exit code 2, not as a traceback."""
+    try:
+        app()
+    except PrefixReuseError as error:
+        fail(error)
+
+
+def fail(error: Exception) -> NoReturn:
+    """Says what is wrong on stderr and ends with exit code 2."""
+    Console(stderr=True, soft_wrap=True).print(f"error: {error}", markup=False, highlight=False, style="red")
+    raise SystemExit(2) from error
+
+
+if __name__ == "__main__":
+    main()
