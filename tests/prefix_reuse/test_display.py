@@ -16,6 +16,16 @@ def run(start: int, pages: list[int], children: int = 0) -> IndexRun:
     return IndexRun(b"ns", start, np.zeros(0, np.int32), np.array(pages, np.int32), 0, 0, children)
 
 
+def small_index(*, other: bool = False) -> PrefixIndex:
+    """Two prompts that share two pages of two tokens, and on request one of another namespace."""
+    index = PrefixIndex(page_size=2)
+    index.commit([1, 2, 3, 4, 5, 6], np.array([0, 1, 2], np.int32), b"ns")
+    index.commit([1, 2, 3, 4, 7, 8], np.array([0, 1, 3], np.int32), b"ns")
+    if other:
+        index.commit([1, 2, 3, 4, 7, 8], np.array([4, 5, 6], np.int32), b"other")
+    return index
+
+
 def test_tree_runs_finds_parents_and_keeps_lanes_apart() -> None:
     runs = display.tree_runs([run(0, [0, 1, 2], 2), run(3, [3]), run(3, [4, 5], 1), run(5, [6]), run(0, [9])])
     assert [r.parent for r in runs] == [None, 0, 0, 2, None]
@@ -26,10 +36,7 @@ def test_tree_runs_finds_parents_and_keeps_lanes_apart() -> None:
 
 
 def test_tree_runs_reads_a_real_index() -> None:
-    index = PrefixIndex(page_size=2)
-    index.commit([1, 2, 3, 4, 5, 6], [0, 1, 2], b"ns")
-    index.commit([1, 2, 3, 4, 7, 8], [0, 1, 3], b"ns")
-    index.commit([1, 2, 3, 4, 7, 8], [4, 5, 6], b"other")
+    index = small_index(other=True)
     runs = display.tree_runs(index)
     by_pages = {r.page_ids: r for r in runs}
     assert set(by_pages) == {(0, 1), (2,), (3,), (4, 5, 6)}
@@ -39,9 +46,7 @@ def test_tree_runs_reads_a_real_index() -> None:
 
 
 def test_index_picture_names_every_page(tmp_path) -> None:
-    index = PrefixIndex(page_size=2)
-    index.commit([1, 2, 3, 4, 5, 6], [0, 1, 2], b"ns")
-    index.commit([1, 2, 3, 4, 7, 8], [0, 1, 3], b"ns")
+    index = small_index()
     figure = display.plot_index(index, refs=np.array([1, 1, 0, 0]))
     (axes,) = figure.axes
     assert {text.get_text() for text in axes.texts} == {"0..1", "2", "3"}
