@@ -1,0 +1,221 @@
+"""Pallas-Triton implementation of paged_decode_attention: split over the context, then merged in order.
+
+Keys are cut into splits of a fixed number of tokens at absolute positions. One program reads one split of one KV head of
+one row and writes the softmax state of its query heads; a second kernel merges a row's states from the first split to the
+last. Neither depends on the batch, so a row's bits do not depend on its company (split over the context as in
+FlashDecoding).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels import layout
+from pallas_kernels.pallas_gpu import (
+    LN2,
+    LOG2E,
+    dot,
+    interpret_here,
+    pool_rows,
+    power_of_two,
+    require_pages,
+    triton_call,
+    tuned,
+)
+
+DEFAULTS = {"block": 64, "split": 1024, "num_warps": 2, "num_stages": 4}
+
+
+def paged_decode_attention(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    *,
+    layer: jax.Array,
+    scale: float,
+    window: int | None,
+    sinks: jax.Array | None,
+    soft_cap: float | None,
+    return_lse: bool,
+    config: dict[str, int] | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.paged_decode_attention`; `config` overrides the tuned launch parameters (see `DEFAULTS`)."""
+    del return_lse
+    require_pages(layout.page_size_of(kv_pages))
+    group = q.shape[1] // layout.num_kv_heads_of(kv_pages)
+    key = f"G{group} D{q.shape[2]} {q.dtype.name}"
+    chosen = {**tuned("paged_decode_attention.triton", key, DEFAULTS), **(config or {})}
+    if config is None and q.shape[2] * q.dtype.itemsize > 256:  # deeper pipelines of wide rows overflow shared memory
+        chosen["num_stages"] = min(chosen["num_stages"], 2)
+    return _decode(
+        q,
+        kv_pages,
+        page_table,
+        kv_lens,
+        jnp.reshape(layer, (1,)),
+        sinks,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        interpret=interpret_here(),
+        config=tuple(sorted(chosen.items())),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "interpret", "config"))
+def _decode(q, kv_pages, page_table, kv_lens, layer, sinks, *, scale, window, soft_cap, interpret, config):
+    options = dict(config)
+    split, block = options["split"], options["block"]
+    batch, num_heads, head_dim = q.shape
+    num_kv_heads = layout.num_kv_heads_of(kv_pages)
+    capacity = page_table.shape[1] * layout.page_size_of(kv_pages)
+    num_splits = max(1, pl.cdiv(capacity, split))
+    if window is not None:
+        num_splits = min(num_splits, pl.cdiv(window, split) + 1)
+    rows = (batch, num_splits, num_heads)
+
+    kernel = functools.partial(
+        _split_kernel,
+        shape=kv_pages.shape,
+        group=num_heads // num_kv_heads,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        split=split,
+        block=block,
+    )
+    parts, lses = triton_call(
+        kernel,
+        grid=(num_splits, num_kv_heads, batch),
+        out_shape=(
+            jax.ShapeDtypeStruct((*rows, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct(rows, jnp.float32),
+        ),
+        num_inputs=5,
+        num_warps=options["num_warps"],
+        num_stages=options["num_stages"],
+        interpret=interpret,
+        name="paged_decode_attention",
+    )(layer, kv_lens, page_table, q, pool_rows(kv_pages))
+
+    inputs = (kv_lens, parts, lses) if sinks is None else (kv_lens, parts, lses, sinks.astype(jnp.float32))
+    return triton_call(
+        functools.partial(_merge_kernel, window=window, split=split, has_sinks=sinks is not None),
+        grid=(batch, num_heads),
+        out_shape=(
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((batch, num_heads), jnp.float32),
+        ),
+        num_inputs=len(inputs),
+        num_warps=1,
+        num_stages=2,
+        interpret=interpret,
+        name="paged_decode_attention_merge",
+    )(*inputs)
+
+
+def _first_key(kv_len: jax.Array, window: int | None) -> jax.Array:
+    return jnp.zeros_like(kv_len) if window is None else jnp.maximum(kv_len - window, 0)
+
+
+def _split_kernel(
+    layer_ref, lens_ref, table_ref, q_ref, pool_ref, out_ref, lse_ref,
+    *, shape, group, scale, window, soft_cap, split, block,
+):  # fmt: skip
+    """State of one (split, KV head, row): `out_ref[B, N, H, D]` normalised, `lse_ref[B, N, H]` in base 2."""
+    _, num_pages, num_kv_heads, _, page_size, head_dim = shape
+    part, head, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    kv_len = lens_ref[row]
+    first = _first_key(kv_len, window)
+    number = first // split + part
+    begin, end = number * split, jnp.minimum((number + 1) * split, kv_len)
+
+    @pl.when(begin < end)
+    def _():
+        heads, dims = power_of_two(max(group, 16)), power_of_two(head_dim)
+        lane = jnp.arange(heads, dtype=jnp.int32)
+        column = jnp.arange(dims, dtype=jnp.int32)
+        head_rows = (head * group + jnp.minimum(lane, group - 1))[:, None]
+        inside = (column < head_dim)[None, :]
+        q = pltriton.load(q_ref.at[row, head_rows, column[None, :]], mask=inside & (lane < group)[:, None], other=0.0)
+        head_base = layer_ref[0] * num_pages
+
+        def body(step, carry):
+            top, total, values = carry
+            position = step * block + jnp.arange(block, dtype=jnp.int32)
+            live = (position >= first) & (position < end)
+            entry = pltriton.load(table_ref.at[row, position // page_size], mask=live, other=-1)
+            live &= entry >= 0
+            key_row = ((head_base + jnp.maximum(entry, 0)) * num_kv_heads + head) * (2 * page_size)
+            key_row += position % page_size
+            mask = live[:, None] & inside if dims != head_dim else live[:, None]
+            mask = jnp.broadcast_to(mask, (block, dims))
+            k = pltriton.load(pool_ref.at[key_row[:, None], column[None, :]], mask=mask, other=0.0)
+            v = pltriton.load(pool_ref.at[(key_row + page_size)[:, None], column[None, :]], mask=mask, other=0.0)
+            logits = dot(q, k, trans_b=True)
+            if soft_cap is None:
+                logits = logits * (scale * LOG2E)
+            else:
+                logits = jnp.tanh(logits * (scale / soft_cap)) * (soft_cap * LOG2E)
+            logits = jnp.where(live[None, :], logits, -jnp.inf)
+            new_top = jnp.maximum(top, jnp.max(logits, axis=1))
+            finite = jnp.where(new_top == -jnp.inf, 0.0, new_top)  # no key so far: -inf minus -inf would be NaN
+            weights = jnp.exp2(logits - finite[:, None])
+            keep = jnp.exp2(top - finite)
+            total = total * keep + jnp.sum(weights, axis=1)
+            return new_top, total, values * keep[:, None] + dot(weights.astype(v.dtype), v)
+
+        start = (
+            jnp.full((heads,), -jnp.inf, jnp.float32),
+            jnp.zeros((heads,), jnp.float32),
+            jnp.zeros((heads, dims), jnp.float32),
+        )
+        first_step = jnp.maximum(begin, first) // block
+        top, total, values = jax.lax.fori_loop(first_step, pl.cdiv(end, block), body, start)
+        empty = total == 0
+        values = values / jnp.where(empty, 1.0, total)[:, None]
+        lse = jnp.where(empty, -jnp.inf, top + jnp.log2(jnp.where(empty, 1.0, total)))
+        store = (lane < group)[:, None] & inside
+        pltriton.store(out_ref.at[row, part, (head * group + lane)[:, None], column[None, :]], values, mask=store)
+        pltriton.store(lse_ref.at[row, part, head * group + lane], lse, mask=lane < group)
+
+
+def _merge_kernel(lens_ref, parts_ref, lses_ref, *refs, window, split, has_sinks):
+    """One row and head: states of its splits in order of position, then the sink."""
+    *sink_refs, out_ref, lse_ref = refs
+    row, head = pl.program_id(0), pl.program_id(1)
+    head_dim = out_ref.shape[-1]
+    column = jnp.arange(power_of_two(head_dim), dtype=jnp.int32)
+    inside = column < head_dim
+    kv_len = lens_ref[row]
+    count = jnp.where(kv_len > 0, pl.cdiv(kv_len, split) - _first_key(kv_len, window) // split, 0)
+
+    def body(part, carry):
+        top, total, values = carry
+        lse = lses_ref[row, part, head]
+        new_top = jnp.maximum(top, lse)
+        finite = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+        keep, weight = jnp.exp2(top - finite), jnp.exp2(lse - finite)
+        new = pltriton.load(parts_ref.at[row, part, head, column], mask=inside, other=0.0)
+        return new_top, total * keep + weight, values * keep + new * weight
+
+    zero = jnp.float32(0)
+    top, total, values = jax.lax.fori_loop(
+        0, count, body, (jnp.float32(-jnp.inf), zero, jnp.zeros(column.shape, jnp.float32))
+    )
+    empty = total == 0
+    if has_sinks:
+        sink = sink_refs[0][head] * LOG2E
+        new_top = jnp.maximum(top, sink)
+        keep = jnp.exp2(top - new_top)
+        total, values, top = total * keep + jnp.exp2(sink - new_top), values * keep, new_top
+    safe = jnp.where(empty, 1.0, total)
+    out = jnp.where(empty, 0.0, values / safe)
+    pltriton.store(out_ref.at[row, head, column], out.astype(out_ref.dtype), mask=inside)
+    lse_ref[row, head] = jnp.where(empty, -jnp.inf, (top + jnp.log2(safe)) * LN2)
