@@ -9,6 +9,8 @@ import heapq
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Protocol
 
+from prefix_reuse.index_tree import is_leaf
+
 
 class Evictable(Protocol):
     """What a policy may look at: one run of pages at the end of its branch."""
@@ -84,18 +86,17 @@ class LeafQueue:
     fall (a deadline passes, a soft pin goes) get a new record, which makes the old one void.
     """
 
-    def __init__(self, policy: EvictionPolicy, is_leaf: Callable[[Any], bool], clock: Callable[[], float]) -> None:
+    def __init__(self, policy: EvictionPolicy, clock: Callable[[], float], serial: Iterator[int]) -> None:
         self._policy = policy
-        self._is_leaf = is_leaf
         self._clock = clock
+        self._serial = serial  # shared by all queues of an index, so that a record names one entry of one queue
         self._heap: list[tuple[Any, int, Any]] = []
         self._deadlines: list[tuple[float, int, Any]] = []
-        self._records = 0
         self._now = 0.0
         self._limit = 1024
 
     def key(self, node: Any) -> Any:
-        return node.soft_pinned, self._policy.key(node, self._now)
+        return self._policy.key(node, self._now)
 
     def add(self, node: Any) -> None:
         """A node has become a leaf."""
@@ -104,10 +105,10 @@ class LeafQueue:
 
     def renew(self, node: Any) -> None:
         """Write a new record for a leaf, whose key may have fallen."""
-        self._records += 1
-        node.record = self._records
-        heapq.heappush(self._heap, (self.key(node), self._records, node))
-        self._watch(node)
+        node.record = record = next(self._serial)
+        heapq.heappush(self._heap, (self._policy.key(node, self._now), record, node))
+        if self._policy.uses_time:
+            self._watch(node)
         if len(self._heap) > self._limit:  # void records pile up only where keys fall or subtrees are removed
             self._heap = [entry for entry in self._heap if entry[2].record == entry[1]]
             heapq.heapify(self._heap)
@@ -116,23 +117,23 @@ class LeafQueue:
     def _watch(self, node: Any) -> None:
         deadline = self._policy.deadline(node)
         if deadline is not None and deadline > self._now:
-            heapq.heappush(self._deadlines, (deadline, self._records, node))
+            heapq.heappush(self._deadlines, (deadline, node.record, node))
 
     def pop(self) -> Any | None:
         """Take out the leaf with the smallest key; None if there is no leaf."""
-        heap = self._heap
+        heap, key_of, now = self._heap, self._policy.key, self._now
         while heap:
             key, record, node = heap[0]
             if node.record != record:
                 heapq.heappop(heap)
-            elif not self._is_leaf(node):
+            elif node.children or node.parent is None:
                 heapq.heappop(heap)
                 node.record = 0
-            elif (current := self.key(node)) != key:
-                self._records += 1
-                node.record = self._records
-                heapq.heapreplace(heap, (current, self._records, node))
-                self._watch(node)
+            elif (current := key_of(node, now)) != key:
+                node.record = record = next(self._serial)
+                heapq.heapreplace(heap, (current, record, node))
+                if self._policy.uses_time:
+                    self._watch(node)
             else:
                 heapq.heappop(heap)
                 node.record = 0
@@ -146,14 +147,14 @@ class LeafQueue:
         self._now = self._clock()
         while self._deadlines and self._deadlines[0][0] <= self._now:
             _, _, node = heapq.heappop(self._deadlines)
-            if node.record and self._is_leaf(node):
+            if node.record and is_leaf(node):
                 self.renew(node)
             else:
                 node.record = 0  # renewed when it becomes a leaf again
 
     def ordered(self) -> Iterator[Any]:
         """Leaves from first to last to go, without changing anything; sorts, for displays and checks."""
-        leaves = [node for _, record, node in self._heap if node.record == record and self._is_leaf(node)]
+        leaves = [node for _, record, node in self._heap if node.record == record and is_leaf(node)]
         yield from sorted(leaves, key=self.key)
 
     def clear(self) -> None:

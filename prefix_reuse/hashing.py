@@ -28,7 +28,7 @@ KEY_DOMAIN = b"prefix-reuse page key 1"
 NAMESPACE_DOMAIN = b"prefix-reuse namespace 1"
 RUNTIME_EPOCH = "1"
 """Version of kernels, page layout and numerics. Raise it when KV bytes of equal inputs change."""
-DIGEST_BYTES = 16
+INT32 = np.dtype("<i4")
 
 Digest = Callable[[bytes], bytes]
 """Maps bytes to a digest of fixed length; injectable, so that a test can force every digest equal."""
@@ -129,6 +129,8 @@ def as_tokens(tokens: Any) -> np.ndarray:
     Raises:
         InvalidRequestError: not one-dimensional integers in [0, 2**31).
     """
+    if type(tokens) is np.ndarray and tokens.dtype == INT32 and tokens.ndim == 1 and tokens.flags.c_contiguous:
+        return tokens  # the common case, first
     array = np.asarray(tokens)
     if array.size == 0 and array.ndim == 1:
         return np.zeros(0, "<i4")

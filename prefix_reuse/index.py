@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -30,7 +31,6 @@ from prefix_reuse.index_tree import (
 from prefix_reuse.index_types import CommitResult, Explanation, IndexRun, IndexStats
 from prefix_reuse.lease import MissReason, PrefixMatch
 
-INT32 = np.dtype("<i4")
 MAX_TOMBSTONES = 4096
 Undo = list[Callable[[], None]]
 """Steps that take back what an operation did, to be run last to first."""
@@ -77,7 +77,9 @@ class PrefixIndex:
         self._clock = clock
         self._step = TOKEN_BYTES * page_size
         self._roots: dict[bytes, Node] = {}
-        self._leaves = LeafQueue(self.policy, is_leaf, clock)
+        serial = itertools.count(1)
+        self._leaves = LeafQueue(self.policy, clock, serial)
+        self._soft_leaves = LeafQueue(self.policy, clock, serial)
         self._busy: Callable[[np.ndarray], np.ndarray] | None = None
         self._tick = 0
         self._splits = 0
@@ -110,8 +112,7 @@ class PrefixIndex:
             tokens: int32 [T]; other integer sequences are converted. Empty gives no match.
             namespace: digest of the namespace.
         """
-        if type(tokens) is not np.ndarray or tokens.dtype != INT32 or not tokens.flags.c_contiguous or tokens.ndim != 1:
-            tokens = as_tokens(tokens)
+        tokens = as_tokens(tokens)
         full = len(tokens) // self.page_size
         if full == 0:
             return PrefixMatch(NO_PAGES, 0, MissReason.TOO_SHORT if len(tokens) else MissReason.EMPTY)
@@ -200,7 +201,8 @@ class PrefixIndex:
             leading pages that fit are inserted.
         """
         tokens = as_tokens(tokens)
-        page_ids = np.asarray(page_ids, np.int32)
+        if type(page_ids) is not np.ndarray or page_ids.dtype != np.int32:
+            page_ids = np.asarray(page_ids, np.int32)
         count = len(page_ids)
         if count * self.page_size > len(tokens):
             raise InvalidRequestError(f"{count} pages need {count * self.page_size} tokens, got {len(tokens)}")
@@ -241,6 +243,8 @@ class PrefixIndex:
         if self.policy.mergeable and is_leaf(last) and not last.soft_pinned and last.priority == priority:
             return self._extend(last, data, page_ids, undo)
         step = self._step
+        if last.parent is not None:
+            compact(last, step, worth=1)
         node = Node(last, data if len(page_ids) == 1 else data[:step], data, page_ids, start)
         self._families += 1
         node.family = self._families
@@ -311,25 +315,21 @@ class PrefixIndex:
             int32, the page ids that lost their entry; fewer than `n` if the rest is in use or carries such pages.
         """
         out: list[np.ndarray] = []
-        passed: list[Node] = []
         count = 0
-        leaves = self._leaves
-        leaves.start()
-        while count < n:
-            node = leaves.pop()
-            if node is None:
-                break
-            want = min(n - count, node.num_pages)
-            free = 0 if node is keep else self._free_tail(node, want)
-            if free:
-                out.append(node.page_ids[node.num_pages - free :])
-                self._cut(node, free, undo)
-                count += free
-            if node.num_pages:
-                # A leaf that still has pages stays in the order, but not in the way of this call.
-                passed.append(node)
-        for node in passed:
-            leaves.add(node)
+        for leaves in (self._leaves, self._soft_leaves):
+            passed: list[Node] = []
+            leaves.start()
+            while count < n and (node := leaves.pop()) is not None:
+                want = min(n - count, node.num_pages)
+                free = 0 if node is keep else self._free_tail(node, want)
+                if free:
+                    out.append(node.page_ids[node.num_pages - free :])
+                    self._cut(node, free, undo)
+                    count += free
+                if node.num_pages:
+                    passed.append(node)  # stays in the order, but not in the way of this call
+            for node in passed:
+                leaves.add(node)
         self._evicted += count
         if undo is not None and count:
             undo.append(lambda: self._add_evicted(-count))
@@ -380,7 +380,7 @@ class PrefixIndex:
                 self._soft_pinned += back
             self._tombstones.popitem()
             if is_leaf(node):
-                self._leaves.renew(node)
+                self._queue(node).renew(node)
 
         return restore
 
@@ -404,7 +404,10 @@ class PrefixIndex:
         if parent.is_root:
             self._roots.pop(parent.tokens, None)
         else:
-            self._leaves.add(parent)
+            self._queue(parent).add(parent)
+
+    def _queue(self, node: Node) -> LeafQueue:
+        return self._soft_leaves if node.soft_pinned else self._leaves
 
     def remove(self, page_id: int) -> np.ndarray:
         """Drop the entry that names `page_id` and everything that hangs below it, used or not.
@@ -435,7 +438,7 @@ class PrefixIndex:
             self._unlink(node)
         else:
             compact(node, self._step)
-            self._leaves.add(node)
+            self._queue(node).add(node)
         return ids
 
     def clear(self, namespace: bytes | None = None) -> np.ndarray:
@@ -458,6 +461,7 @@ class PrefixIndex:
         self._invalidations += 1
         if namespace is None:
             self._leaves.clear()
+            self._soft_leaves.clear()
             self._tombstones.clear()
         return out
 
@@ -491,7 +495,9 @@ class PrefixIndex:
             changed += node.num_pages
             self._soft_pinned += node.num_pages if pinned else -node.num_pages
             if is_leaf(node):
-                self._leaves.renew(node)
+                self._queue(node).renew(node)
+            else:
+                node.record = 0  # a record in the other queue is void
         return changed
 
     def _split_at(self, node: Node, pages: int) -> Node:
@@ -520,7 +526,7 @@ class PrefixIndex:
 
     def eviction_order(self) -> list[int]:
         """Page ids of the present leaves, first to go first (a leaf's own pages from its tail)."""
-        return [int(i) for node in self._leaves.ordered() for i in node.page_ids[::-1]]
+        return [int(i) for q in (self._leaves, self._soft_leaves) for node in q.ordered() for i in node.page_ids[::-1]]
 
     def explain(self, tokens: Any, namespace: bytes) -> Explanation:
         """How far a prompt hits and why no further. No side effect. It looks into other namespaces: not for tenants."""
@@ -532,7 +538,7 @@ class PrefixIndex:
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` naming the first broken invariant; takes time in proportion to the entries."""
-        check_tree(self._roots, self._step, self._leaves)
+        check_tree(self._roots, self._step, [*self._leaves.ordered(), *self._soft_leaves.ordered()])
         entries = sum(n.num_pages for root in self._roots.values() for n in subtree(root))
         soft = sum(n.num_pages for root in self._roots.values() for n in subtree(root) if n.soft_pinned)
         if (entries, soft) != (self._entries, self._soft_pinned):

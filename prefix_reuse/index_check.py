@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from prefix_reuse.errors import IntegrityError
-from prefix_reuse.eviction import LeafQueue
 from prefix_reuse.index_tree import Node, is_leaf, subtree
 
 
-def check_tree(roots: dict[bytes, Node], step: int, leaves: LeafQueue) -> None:
+def check_tree(roots: dict[bytes, Node], step: int, leaves: list[Node]) -> None:
     """Raise `IntegrityError` unless runs, keys, links and the leaf queue agree and no page is named twice."""
     ids: list[np.ndarray] = []
-    queued = {id(node) for node in leaves.ordered()}
+    queued = {id(node) for node in leaves}
     for namespace, root in roots.items():
         if not root.children:
             raise IntegrityError(f"namespace {namespace.hex()[:8]} has a root without entries")
@@ -31,6 +30,8 @@ def _check_node(node: Node, step: int) -> None:
     if node.parent is not None:
         if node.num_pages < 1 or node.num_pages != len(node.page_ids) or node.num_pages * step > len(node.tokens):
             raise IntegrityError(f"{node} has {len(node.page_ids)} page ids and {len(node.tokens)} bytes of tokens")
+        if node.children and node.num_pages * step != len(node.tokens):
+            raise IntegrityError(f"{node} has children and {len(node.tokens)} bytes of tokens")
         if node.key != node.tokens[:step]:
             raise IntegrityError(f"{node} is filed under the tokens of another page")
         if node.start != node.parent.start + node.parent.num_pages:

@@ -79,8 +79,12 @@ class Path(NamedTuple):
     partial: Node | None
     partial_pages: int
     num_pages: int
-    compared: int
     version: int
+
+    @property
+    def compared(self) -> int:
+        """Runs whose tokens were compared."""
+        return len(self.nodes) + (self.partial is not None)
 
 
 def walk(root: Node, data: memoryview, full_pages: int, step: int, version: int) -> Path:
@@ -94,32 +98,41 @@ def walk(root: Node, data: memoryview, full_pages: int, step: int, version: int)
         version: number of splits so far; a path is stale once it differs.
     """
     nodes: list[Node] = []
-    node, pos, compared = root, 0, 0
-    while pos < full_pages:
-        children = node.children
+    end = full_pages * step
+    child = root.children.get(bytes(data[:step])) if root.children and end else None
+    if child is None:
+        return Path(nodes, None, 0, 0, version)
+    at = child.num_pages * step
+    if at > end or not child.tokens.startswith(data[:at]):
+        k = common_pages(child, data, min(at, end), step)
+        return Path(nodes, child, k, k, version)
+    nodes.append(child)
+    if at == end:
+        return Path(nodes, None, 0, full_pages, version)
+    # More runs to come: slices of bytes cost half as much as slices of a view, and a whole first run was free of copies.
+    rest, base, limit, at = bytes(data[at:end]), at, end - at, 0
+    while at < limit:
+        children = child.children
         if not children:
             break
-        at = pos * step
-        child = children.get(bytes(data[at : at + step]))
+        child = children.get(rest[at : at + step])
         if child is None:
             break
-        compared += 1
-        count = child.num_pages
-        if count <= full_pages - pos and child.tokens.startswith(data[at : at + count * step]):
-            nodes.append(child)
-            node = child
-            pos += count
-            continue
-        k = common_pages(child, data[at:], min(count, full_pages - pos), step)
-        return Path(nodes, child, k, pos + k, compared, version)
-    return Path(nodes, None, 0, pos, compared, version)
+        tokens = child.tokens
+        if len(tokens) != child.num_pages * step or not rest.startswith(tokens, at):
+            # They differ, or one is shorter: the prompt ends here, or eviction has cut the run.
+            k = common_pages(child, data[base + at : end], min(child.num_pages * step, limit - at), step)
+            return Path(nodes, child, k, (base + at) // step + k, version)
+        nodes.append(child)
+        at += len(tokens)
+    return Path(nodes, None, 0, (base + at) // step, version)
 
 
 def common_pages(node: Node, data: memoryview, limit: int, step: int) -> int:
-    """How many of the first `limit` pages of `node` equal the first pages of `data`."""
-    if node.tokens.startswith(data[: limit * step]):
-        return limit
-    return common_tokens(node, data, limit * step // TOKEN_BYTES) * TOKEN_BYTES // step
+    """How many whole pages the first `limit` bytes of `node` and of `data` have in common."""
+    if node.tokens.startswith(data[:limit]):
+        return limit // step
+    return common_tokens(node, data, limit // TOKEN_BYTES) * TOKEN_BYTES // step
 
 
 def common_tokens(node: Node, data: memoryview, limit: int) -> int:
@@ -169,9 +182,12 @@ def split(node: Node, pages: int, step: int) -> Node:
     return upper
 
 
-def compact(node: Node, step: int) -> None:
-    """Give back the memory of pages that eviction cut off, once they are more than half of the run."""
-    if 2 * node.num_pages * step < len(node.tokens):
+def compact(node: Node, step: int, worth: int = 2) -> None:
+    """Give back the memory of pages that eviction cut off, once the run has `worth` times the tokens it needs.
+
+    A node with children must have no such rest (`worth=1`): `walk` relies on it.
+    """
+    if worth * node.num_pages * step < len(node.tokens):
         node.tokens = node.tokens[: node.num_pages * step]
         node.page_ids = node.page_ids.copy()
         if node.digests is not None:
