@@ -1,0 +1,266 @@
+"""GPU kernels: checks against float64, times, and FlashInfer on the same shapes in the same run.
+
+Times are per call, from the difference between a jitted chain of `LONG` and one of `SHORT` calls (each call's queries
+come from the one before), so that dispatch cancels. Inputs of one chain are over 200 MB: layers are rotated.
+
+Usage: python benchmarks/kernels.py OUT.json [--check] [--tune] [--peer] [--only decode,prefill,append,copy]
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import functools
+import importlib
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_kernels as pk
+
+SHORT, LONG, REPEATS = 4, 16, 7
+# B, H, K, D, context, page, shared tokens (peer only)
+DECODE = [
+    [64, 32, 8, 128, 8192, 16, 7168],
+    [64, 64, 8, 64, 8192, 16, 7168],
+    [8, 32, 8, 128, 32768, 16, 28672],
+    [1, 32, 8, 128, 8192, 16, 0],
+    [64, 32, 8, 128, 8192, 64, 0],
+]
+# B, H, K, D, cached, new, page
+PREFILL = [
+    [8, 32, 8, 128, 8192, 128, 64],
+    [8, 32, 8, 128, 8192, 1024, 64],
+    [8, 64, 8, 64, 8192, 128, 64],
+    [1, 32, 8, 128, 32768, 64, 64],
+    [1, 32, 8, 128, 0, 8192, 64],
+]
+DECODE_CONFIGS: list[dict[str, int]] = [
+    {"block": block, "split": split, "num_warps": warps, "num_stages": stages}
+    for block, warps, stages in [(64, 2, 4), (64, 4, 4), (64, 2, 3), (128, 4, 3), (32, 2, 4)]
+    for split in (512, 1024, 2048)
+]
+PREFILL_CONFIGS = [
+    {"block_q": block_q, "block_k": block_k, "num_warps": warps, "num_stages": stages}
+    for block_q, block_k, warps, stages in [
+        (128, 64, 8, 3),
+        (128, 128, 8, 2),
+        (128, 64, 4, 3),
+        (64, 64, 4, 3),
+        (128, 32, 4, 4),
+        (128, 128, 8, 3),
+    ]  # fmt: skip
+]
+
+
+def kernel_of(op: str, implementation: str) -> Any:
+    """The implementation's own function, which takes `config` beside the op's arguments."""
+    package = {"gather_pages": "copy_pages", "scatter_pages": "copy_pages"}.get(op, op)
+    return getattr(importlib.import_module(f"pallas_kernels.{package}.{implementation}"), op)
+
+
+def make_pool(key, B, K, D, ctx, S, dtype=jnp.bfloat16, min_bytes=300 << 20):
+    """Random pool of as many layers as exceed the L2 several times, and a shuffled table."""
+    M = -(-ctx // S)
+    layer_bytes = B * M * K * 2 * S * D * jnp.dtype(dtype).itemsize
+    L = min(LONG, max(1, -(-min_bytes // layer_bytes)))
+    shape = pk.pool_shape(L, B * M, S, K, D)
+    pool = jax.jit(lambda key: jax.random.normal(key, shape, dtype))(key)
+    table = np.random.default_rng(0).permutation(B * M).astype(np.int32).reshape(B, M)
+    return pool, jnp.asarray(table)
+
+
+def compile_chains(call, args):
+    """Compiled chains of SHORT and LONG calls; `call(q, i, *args)` returns the next q."""
+
+    def chain(n, q, *rest):
+        for i in range(n):
+            q = call(q, i, *rest)
+        return q
+
+    return [jax.jit(functools.partial(chain, n)).lower(*args).compile() for n in (SHORT, LONG)]
+
+
+def time_chains(chains, args) -> dict[str, float]:
+    """Milliseconds per call: median and spread of paired differences."""
+    times = []
+    for chain in chains:
+        jax.block_until_ready(chain(*args))
+    for _ in range(REPEATS):
+        pair = []
+        for chain in chains:
+            start = time.perf_counter()
+            jax.block_until_ready(chain(*args))
+            pair.append(time.perf_counter() - start)
+        times.append((pair[1] - pair[0]) / (LONG - SHORT) * 1e3)
+    times.sort()
+    return {"ms": statistics.median(times), "ms_min": times[0], "ms_max": times[-1]}
+
+
+def sweep(name, shape, calls, args, report):
+    """Compiles all `(label, call)` in parallel, times them one by one, keeps what failed as an error."""
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        futures = {label: pool.submit(compile_chains, call, args) for label, call in calls.items()}
+    for label, future in futures.items():
+        try:
+            chains = future.result()
+            row = time_chains(chains, args)
+            memory = chains[0].memory_analysis()
+            row["temp_bytes"] = memory.temp_size_in_bytes if memory else -1
+        except Exception as error:
+            row = {"error": repr(error)[:300]}
+        report(name, shape, label, row)
+
+
+def run_decode(shape, configs, implementations, report):
+    B, H, K, D, ctx, S, _ = shape
+    pool, table = make_pool(jax.random.key(0), B, K, D, ctx, S)
+    lens = jnp.full((B,), ctx, jnp.int32)
+    q = jax.random.normal(jax.random.key(1), (B, H, D), jnp.bfloat16)
+    calls = {}
+    for name in implementations:
+        kernel = kernel_of("paged_decode_attention", name)
+
+        def call(q, i, pool, table, lens, config=None, kernel=kernel):
+            layer = jnp.int32(i % pool.shape[0])
+            options = dict(scale=D**-0.5, window=None, sinks=None, soft_cap=None, return_lse=False, layer=layer)
+            return kernel(q, pool, table, lens, config=config, **options)[0]
+
+        for config in configs.get(name, [None]):
+            calls[f"{name} {json.dumps(config)}"] = functools.partial(call, config=config)
+    sweep("decode", shape, calls, (q, pool, table, lens), report)
+
+
+def run_prefill(shape, configs, implementations, report):
+    B, H, K, D, cached, new, S = shape
+    pool, table = make_pool(jax.random.key(0), B, K, D, cached + new, S)
+    lens = jnp.full((B,), cached + new, jnp.int32)
+    offsets = jnp.arange(B + 1, dtype=jnp.int32) * new
+    q = jax.random.normal(jax.random.key(1), (B * new, H, D), jnp.bfloat16)
+    calls = {}
+    for name in implementations:
+        kernel = kernel_of("ragged_paged_attention", name)
+
+        def call(q, i, pool, table, offsets, lens, config=None, kernel=kernel):
+            options = dict(scale=D**-0.5, window=None, sinks=None, soft_cap=None, return_lse=False)
+            options |= {} if config is None else {"config": config}
+            return kernel(q, pool, table, offsets, lens, layer=jnp.int32(i % pool.shape[0]), **options)[0]
+
+        for config in configs.get(name, [None]):
+            calls[f"{name} {json.dumps(config)}"] = functools.partial(call, config=config)
+    sweep("prefill", shape, calls, (q, pool, table, offsets, lens), report)
+
+
+def run_append(report):
+    """Decode-sized and prefill-sized writes at 8 KV heads of 128; bytes are those read and written."""
+    pool = jnp.zeros(pk.pool_shape(4, 8192, 16, 8, 128), jnp.bfloat16)
+    P = pool.shape[1]
+    for T in (64, 8192):
+        k = jax.random.normal(jax.random.key(0), (T, 8, 128), jnp.bfloat16)
+        slots = jnp.arange(T, dtype=jnp.int32) % 16
+        ids = jnp.asarray(np.random.default_rng(0).permutation(P)[: -(-T // 16)].astype(np.int32)).repeat(16)[:T]
+        flags = (jnp.ones(P, bool), jnp.ones(P, jnp.int32))
+        for name in ("triton", "reference"):
+
+            def chain(n, pool, k, name=name, ids=ids, slots=slots, flags=flags):
+                for i in range(n):
+                    pool, _ = pk.append_kv(pool, k, k, ids, slots, *flags, layer=i % 4, implementation=name)
+                return pool
+
+            runs = [jax.jit(functools.partial(chain, n), donate_argnums=0).lower(pool, k).compile() for n in (4, 36)]
+            times = []
+            for _ in range(REPEATS + 1):
+                pair = []
+                for run in runs:
+                    start = time.perf_counter()
+                    pool = jax.block_until_ready(run(pool, k))
+                    pair.append(time.perf_counter() - start)
+                times.append((pair[1] - pair[0]) / 32 * 1e3)
+            ms = statistics.median(times[1:])
+            moved = 4 * k.nbytes
+            row = {"ms": ms, "GBps": moved / ms / 1e6, "temp_bytes": runs[0].memory_analysis().temp_size_in_bytes}
+            report("append", [T, 8, 128], name, row)
+
+
+def run_copies(report):
+    """Gather and scatter of 256 pages of 36 layers; bytes are those read and written."""
+    pool = jax.random.normal(jax.random.key(0), pk.pool_shape(36, 2048, 16, 8, 128), jnp.bfloat16)
+    ids = jnp.asarray(np.random.default_rng(0).permutation(2048).astype(np.int32)).reshape(8, 256)
+    gather = jax.jit(pk.gather_pages).lower(pool, ids[0]).compile()
+    pages = gather(pool, ids[0])
+    scatter = jax.jit(pk.scatter_pages, donate_argnums=0).lower(pool, ids[0], pages).compile()
+    for name, program in (("gather", gather), ("scatter", scatter)):
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            for row_ids in ids:
+                if name == "gather":
+                    pages = program(pool, row_ids)
+                else:
+                    pool = program(pool, row_ids, pages)
+            jax.block_until_ready((pool, pages))
+            times.append((time.perf_counter() - start) / len(ids) * 1e3)
+        ms = statistics.median(times)
+        temp = program.memory_analysis().temp_size_in_bytes
+        report("copy", [256, 36], name, {"ms": ms, "GBps": 2 * pages.nbytes / ms / 1e6, "temp_bytes": temp})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--check", action="store_true", help="compare with float64 first")
+    parser.add_argument("--tune", action="store_true", help="sweep launch parameters")
+    parser.add_argument("--peer", action="store_true", help="time FlashInfer too")
+    parser.add_argument("--only", default="decode,prefill,append,copy")
+    parser.add_argument("--implementations", default="triton")
+    parser.add_argument("--rows", type=int, default=None, help="only the first rows of each op")
+    options = parser.parse_args()
+    only, names = options.only.split(","), options.implementations.split(",")
+    decode, prefill = DECODE[: options.rows], PREFILL[: options.rows]
+    rows: list[dict] = []
+    result = {"jax": jax.__version__, "gpu": jax.devices()[0].device_kind, "rows": rows}
+
+    def report(op, shape, label, row):
+        rows.append({"op": op, "shape": shape, "label": label, **row})
+        text = " ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items())
+        print(op, shape, label, text, flush=True)
+        options.out.write_text(json.dumps(result, indent=1))
+
+    peer = [sys.executable, str(Path(__file__).with_name("flashinfer_peer.py")), f"{options.out}.peer"]
+    peer += [json.dumps(decode if "decode" in only else []), json.dumps(prefill if "prefill" in only else [])]
+    compiling = subprocess.Popen([*peer, "--compile"]) if options.peer else None
+    if options.check:
+        import kernel_checks
+
+        kernel_checks.run(names, report)
+    if compiling is not None:
+        compiling.wait(timeout=240)
+    decode_configs = {"triton": DECODE_CONFIGS} if options.tune else {}
+    prefill_configs = {"triton": PREFILL_CONFIGS} if options.tune else {}
+    for shape in decode if "decode" in only else []:
+        run_decode(shape, decode_configs, names, report)
+    for shape in prefill if "prefill" in only else []:
+        run_prefill(shape, prefill_configs, names, report)
+    if "append" in only:
+        run_append(report)
+    if "copy" in only:
+        run_copies(report)
+    if options.peer:
+        subprocess.run(peer, check=False)
+        if Path(f"{options.out}.peer").exists():
+            result["peer"] = json.loads(Path(f"{options.out}.peer").read_text())
+            options.out.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
