@@ -333,7 +333,7 @@ class PrefixIndex:
         self._evicted += count
         if undo is not None and count:
             undo.append(lambda: self._add_evicted(-count))
-        return np.concatenate(out) if len(out) != 1 else out[0] if out else NO_PAGES
+        return NO_PAGES if not out else out[0] if len(out) == 1 else np.concatenate(out)
 
     def _add_evicted(self, count: int) -> None:
         self._evicted += count

@@ -109,7 +109,7 @@ def walk(root: Node, data: memoryview, full_pages: int, step: int, version: int)
     nodes.append(child)
     if at == end:
         return Path(nodes, None, 0, full_pages, version)
-    # More runs to come: slices of bytes cost half as much as slices of a view, and a whole first run was free of copies.
+    # More runs to come: slices of bytes cost half as much as slices of a view; a prompt of one run was free of copies.
     rest, base, limit, at = bytes(data[at:end]), at, end - at, 0
     while at < limit:
         children = child.children
