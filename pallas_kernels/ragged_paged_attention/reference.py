@@ -37,9 +37,7 @@ def ragged_paged_attention(
     page_size, num_kv_heads = chunks.page_size_and_heads(kv_pages)
     group = num_heads // num_kv_heads
     block = min(BLOCK_TOKENS, num_tokens)
-    per_chunk = chunks.pages_per_chunk(page_size)
-    chunk = per_chunk * page_size
-    table = chunks.pad_table(page_table, per_chunk)
+    table = chunks.pad_table(page_table, page_size)
 
     # [K, T, G, D]: the query heads of one KV head become rows of one matmul. The extra block keeps slices unclamped.
     folded = jnp.pad(q, ((0, block), (0, 0), (0, 0))).reshape(-1, num_kv_heads, group, head_dim).swapaxes(0, 1)
@@ -55,7 +53,7 @@ def ragged_paged_attention(
 
     def run_block(index, carry):
         outs, lses = carry
-        row = jnp.searchsorted(first_block, index, side="right").astype(jnp.int32) - 1
+        row = jnp.sum(first_block[1:] <= index, dtype=jnp.int32)  # searchsorted would compile to one more loop
         skip = (index - first_block[row]) * block
         start = q_offsets[row] + skip
         count = jnp.minimum(q_lens[row] - skip, block)
@@ -65,25 +63,19 @@ def ragged_paged_attention(
         rows = jax.lax.dynamic_slice_in_dim(folded, start, block, axis=1).reshape(num_kv_heads, block * group, head_dim)
         query_position = first_position + jnp.repeat(jnp.arange(block, dtype=jnp.int32), group)[:, None]
 
-        def run_chunk(number, state):
-            ids = jax.lax.dynamic_slice(table, (row, number * per_chunk), (1, per_chunk))[0]
-            pages = chunks.gather(kv_pages, layer, ids)  # [pages, K, 2, S, D]
-            k, v = (pages[:, :, part].swapaxes(0, 1).reshape(num_kv_heads, chunk, head_dim) for part in (0, 1))
-            key_position = number * chunk + jnp.arange(chunk, dtype=jnp.int32)
-            owned = (key_position >= begin) & (key_position < end) & jnp.repeat(ids >= 0, page_size)
-            v = jnp.where(owned[:, None], v, jnp.zeros((), v.dtype))
-            visible = owned & (key_position <= query_position)
-            if window is not None:
-                visible &= key_position > query_position - window
-            return chunks.update(state, rows, k, v, visible, scale=scale, soft_cap=soft_cap)
-
-        state = jax.lax.fori_loop(
-            begin // chunk,
-            (end + chunk - 1) // chunk,
-            run_chunk,
-            chunks.empty_state((num_kv_heads, block * group), head_dim),
+        out, lse = chunks.attend(
+            rows,
+            query_position,
+            kv_pages,
+            table[row],
+            begin,
+            end,
+            layer=layer,
+            scale=scale,
+            window=window,
+            sinks=sink_rows,
+            soft_cap=soft_cap,
         )
-        out, lse = chunks.finish(state, sink_rows)
         live = (jnp.arange(block) < count)[:, None]
         out = out.reshape(num_kv_heads, block, group, head_dim).swapaxes(0, 1).reshape(block, num_heads, head_dim)
         lse = lse.reshape(num_kv_heads, block, group).swapaxes(0, 1).reshape(block, num_heads)

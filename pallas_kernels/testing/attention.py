@@ -1,0 +1,220 @@
+"""What every implementation of the two attention ops must do."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_decode_attention.api import paged_decode_attention
+from pallas_kernels.ragged_paged_attention.api import ragged_paged_attention
+from pallas_kernels.testing.cases import (
+    DECODE_CASES,
+    RAGGED_CASES,
+    PagedCase,
+    PagedInputs,
+    fill_freed_memory,
+    make_inputs,
+)
+from pallas_kernels.testing.oracle import attention_oracle
+
+F32_BAR = 1e-5
+REFERENCE_BARS = {"bfloat16": 2e-2, "float16": 3e-3}  # what the XLA reference itself is held to in half precision
+LSE_BARS = {"float32": 1e-5, "bfloat16": 1e-4, "float16": 1e-4}
+
+
+def assert_same_bits(a: Any, b: Any) -> None:
+    """Equal bytes, so that NaN, -0.0 and the last bit all count."""
+    a, b = np.asarray(a), np.asarray(b)
+    assert a.shape == b.shape
+    assert a.dtype == b.dtype
+    assert a.tobytes() == b.tobytes(), f"{np.sum(a != b)} of {a.size} numbers differ"
+
+
+class _AttentionTests:
+    """Common part; a subclass sets `implementation`."""
+
+    implementation: str = "reference"
+
+    def run(self, inputs: PagedInputs, *, pool: np.ndarray | None = None, implementation: str = "") -> Any:
+        """`(out, lse)` as numpy arrays."""
+        raise NotImplementedError
+
+    def attempt(self, inputs: PagedInputs, **kwargs: Any) -> Any:
+        """`run`, or skip with the sentence of an implementation that does not support the case."""
+        try:
+            return self.run(inputs, **kwargs)
+        except NotImplementedError as error:
+            pytest.skip(f"{self.implementation}: {error}")
+
+    def check_against_oracle(self, case: PagedCase, seed: int) -> None:
+        inputs = make_inputs(case, seed)
+        fill_freed_memory(inputs.q.shape, case.dtype)
+        out, lse = self.attempt(inputs)
+        want, want_lse = attention_oracle(inputs)
+        dtype = jnp.dtype(case.dtype).name
+        error = np.abs(out.astype(np.float64) - want).max(initial=0.0)
+        if dtype == "float32":
+            assert error <= F32_BAR
+        elif self.implementation == "reference":
+            assert error <= REFERENCE_BARS[dtype]
+        else:
+            reference = self.run(inputs, implementation="reference")[0].astype(np.float64)
+            assert error <= 2 * np.abs(reference - want).max(initial=0.0) + 1e-6
+        empty = np.isneginf(want_lse)
+        np.testing.assert_array_equal(np.isneginf(lse), empty)
+        assert not np.any(out[empty])
+        lse_error = np.abs(lse[~empty] - want_lse[~empty]) / np.maximum(1.0, np.abs(want_lse[~empty]))
+        assert lse_error.max(initial=0.0) <= LSE_BARS[dtype]
+
+    def check_poison(self, case: PagedCase) -> None:
+        inputs = make_inputs(case, 5)
+        want = self.attempt(inputs, pool=inputs.poisoned(0.0))
+        for value in (np.nan, np.inf, -np.inf, 3e38):
+            got = self.run(inputs, pool=inputs.poisoned(value))
+            assert_same_bits(got[0], want[0])
+            assert_same_bits(got[1], want[1])
+
+
+class RaggedPagedAttentionTests(_AttentionTests):
+    """Properties of ragged_paged_attention."""
+
+    def run(self, inputs: PagedInputs, *, pool: np.ndarray | None = None, implementation: str = "") -> Any:
+        out, lse = jax.jit(ragged_paged_attention, static_argnames=_STATIC)(
+            jnp.asarray(inputs.q),
+            jnp.asarray(inputs.pool if pool is None else pool),
+            jnp.asarray(inputs.page_table),
+            jnp.asarray(inputs.q_offsets),
+            jnp.asarray(inputs.kv_lens),
+            layer=jnp.int32(inputs.case.layer),
+            return_lse=True,
+            implementation=implementation or self.implementation,
+            **inputs.options,
+        )
+        return np.asarray(out), np.asarray(lse)
+
+    @pytest.mark.parametrize("case", RAGGED_CASES, ids=str)
+    def test_matches_float64_with_nan_in_everything_unowned(self, case: PagedCase) -> None:
+        self.check_against_oracle(case, seed=RAGGED_CASES.index(case))
+
+    def test_padding_tokens_are_zero_and_empty(self) -> None:
+        inputs = make_inputs(PagedCase("padding", ((3, 20),), padding=13), 1)
+        out, lse = self.attempt(inputs)
+        assert not np.any(out[3:])
+        assert np.all(np.isneginf(lse[3:]))
+
+    @pytest.mark.parametrize("window", [None, 20])
+    def test_unowned_memory_changes_no_bit(self, window: int | None) -> None:
+        self.check_poison(PagedCase("poison", ((20, 270), (3, 5), (0, 0)), window=window, padding=9, sinks=True))
+
+    def test_row_has_the_same_bits_in_any_batch(self) -> None:
+        """Alone, or packed behind others with a wider table and more padding: the same program shape is not needed."""
+        case = PagedCase("batch", ((30, 100), (40, 300), (1, 290)), padding=10, extra_columns=9)
+        inputs = make_inputs(case, 2)
+        together = self.attempt(inputs)
+        for row, (queries, keys) in enumerate(case.rows):
+            first = inputs.q_offsets[row]
+            alone = self.run(
+                dataclasses.replace(
+                    inputs,
+                    q=np.pad(inputs.q[first : first + queries], ((0, 81 - queries), (0, 0), (0, 0))),
+                    page_table=inputs.page_table[row : row + 1, : -(-keys // case.page_size)],
+                    q_offsets=np.array([0, queries], np.int32),
+                    kv_lens=inputs.kv_lens[row : row + 1],
+                )
+            )
+            for got, want in zip(alone, together, strict=True):
+                assert_same_bits(got[:queries], want[first : first + queries])
+
+    @pytest.mark.parametrize("window", [None, 40])
+    def test_chunks_split_at_page_edges_have_the_same_bits(self, window: int | None) -> None:
+        """One call of 96 queries, or calls of 16, 48 and 32 whose keys grow: one row, keys 208..303."""
+        case = PagedCase("split", ((96, 304),), window=window, sinks=True)
+        inputs = make_inputs(case, 3)
+        whole = self.attempt(inputs)
+        start = 0
+        for queries in (16, 48, 32):
+            stop = start + queries
+            part = self.run(
+                dataclasses.replace(
+                    inputs,
+                    q=np.pad(inputs.q[start:stop], ((0, 96 - queries), (0, 0), (0, 0))),
+                    q_offsets=np.array([0, queries], np.int32),
+                    kv_lens=np.array([304 - 96 + stop], np.int32),
+                )
+            )
+            for got, want in zip(part, whole, strict=True):
+                assert_same_bits(got[:queries], want[start:stop])
+            start = stop
+
+    def test_static_and_traced_layer_have_the_same_bits(self) -> None:
+        inputs = make_inputs(PagedCase("layer", ((5, 20),)), 4)
+        traced = self.attempt(inputs)
+        out = ragged_paged_attention(
+            jnp.asarray(inputs.q),
+            jnp.asarray(inputs.pool),
+            jnp.asarray(inputs.page_table),
+            jnp.asarray(inputs.q_offsets),
+            jnp.asarray(inputs.kv_lens),
+            layer=1,
+            implementation=self.implementation,
+        )
+        assert_same_bits(out, traced[0])
+
+
+class PagedDecodeAttentionTests(_AttentionTests):
+    """Properties of paged_decode_attention."""
+
+    def run(self, inputs: PagedInputs, *, pool: np.ndarray | None = None, implementation: str = "") -> Any:
+        out, lse = jax.jit(paged_decode_attention, static_argnames=_STATIC)(
+            jnp.asarray(inputs.q),
+            jnp.asarray(inputs.pool if pool is None else pool),
+            jnp.asarray(inputs.page_table),
+            jnp.asarray(inputs.kv_lens),
+            layer=jnp.int32(inputs.case.layer),
+            return_lse=True,
+            implementation=implementation or self.implementation,
+            **inputs.options,
+        )
+        return np.asarray(out), np.asarray(lse)
+
+    @pytest.mark.parametrize("case", DECODE_CASES, ids=str)
+    def test_matches_float64_with_nan_in_everything_unowned(self, case: PagedCase) -> None:
+        self.check_against_oracle(case, seed=DECODE_CASES.index(case))
+
+    @pytest.mark.parametrize("window", [None, 20])
+    def test_unowned_memory_changes_no_bit(self, window: int | None) -> None:
+        self.check_poison(PagedCase("poison", ((1, 270), (1, 5), (1, 0)), window=window, sinks=True))
+
+    @pytest.mark.parametrize("window", [None, 20])
+    def test_row_has_the_same_bits_in_any_batch(self, window: int | None) -> None:
+        case = PagedCase("batch", ((1, 100), (1, 600), (1, 0), (1, 290)), window=window, extra_columns=9)
+        inputs = make_inputs(case, 2)
+        together = self.attempt(inputs)
+        for row, (_, keys) in enumerate(case.rows):
+            alone = self.run(
+                dataclasses.replace(
+                    inputs,
+                    q=inputs.q[row : row + 1],
+                    page_table=inputs.page_table[row : row + 1, : -(-keys // case.page_size) + 1],
+                    kv_lens=inputs.kv_lens[row : row + 1],
+                )
+            )
+            for got, want in zip(alone, together, strict=True):
+                assert_same_bits(got[0], want[row])
+
+    def test_rows_that_share_pages_read_the_same_keys(self) -> None:
+        inputs = make_inputs(PagedCase("shared", ((1, 40), (1, 40))), 6)
+        shared = dataclasses.replace(
+            inputs, q=inputs.q[[0, 0]], page_table=inputs.page_table[[0, 0]], kv_lens=np.array([40, 40], np.int32)
+        )
+        out, lse = self.attempt(shared)
+        assert_same_bits(out[0], out[1])
+        assert_same_bits(lse[0], lse[1])
+
+
+_STATIC = ("scale", "window", "soft_cap", "return_lse", "implementation")
