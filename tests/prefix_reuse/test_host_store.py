@@ -280,7 +280,7 @@ def test_two_cold_rows_with_equal_pages_keep_their_own():
 
 
 def test_hits_are_held_before_anything_is_evicted():
-    """B7, S5, A11: the entry that the batch hits is the coldest, and still survives the eviction that the batch needs."""
+    """B7, S5, A11: the entry that the batch hits is the coldest, and still survives its eviction."""
     store = make(6)
     hot = complete(store, 1, seq(1, 8))
     complete(store, 2, seq(101, 108))
