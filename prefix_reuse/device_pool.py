@@ -63,6 +63,7 @@ class DevicePool:
         self.resident: dict[int, int] = {}
         self.dirty = True
         """The device copy of the tables is stale: `DevicePages.rebuild` is due."""
+        self._freed: set[int] = set()
         self._free = list(range(num_pages - 1, -1, -1))
         self._reclaimable: OrderedDict[int, None] = OrderedDict()
         self._rows = set(range(max_rows))
@@ -128,9 +129,19 @@ class DevicePool:
         self.refs[page] -= 1
         if self.refs[page] == 0:
             if self.mirror[page] == UNUSED:
-                self._free.append(page)
+                self._make_free(page)
             else:
                 self._reclaimable[page] = None
+
+    def _make_free(self, page: int) -> None:
+        self._free.append(page)
+        self._freed.add(page)
+
+    def take_freed(self) -> list[int]:
+        """Pages that became free since the last call and still are."""
+        freed = sorted(self._freed.intersection(self._free))
+        self._freed.clear()
+        return freed
 
     # ---- pages
 
@@ -227,7 +238,7 @@ class DevicePool:
             self.mirror[page] = UNUSED
             if self.refs[page] == 0:
                 del self._reclaimable[page]
-                self._free.append(page)
+                self._make_free(page)
 
     def drop_reclaimable(self) -> int:
         """Forgets every resident page that no row uses; the next hit loads it from the host. Returns their number."""

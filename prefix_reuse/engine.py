@@ -42,6 +42,7 @@ from prefix_reuse.outputs import (
     safe_length,
 )
 from prefix_reuse.plan import Chunk, pages_for, plan_prefill
+from prefix_reuse.programs import Programs
 from prefix_reuse.runner import DeviceRunner, check_refused, stop_ids_of
 from prefix_reuse.scheduler import Scheduler
 from prefix_reuse.sequence import SequenceState
@@ -70,6 +71,7 @@ class Engine:
       model: see `steps.PagedModel`; `models.load` gives ready ones.
       config: sizes and stages.
       device: a JAX device; default the first one.
+      programs: jitted programs of another engine of this model, to compile them only once.
       clock: seconds, monotonic; replaceable in tests.
 
     Raises:
@@ -82,6 +84,7 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         device: Any = None,
+        programs: Programs | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
         config = config or EngineConfig()
@@ -106,10 +109,13 @@ class Engine:
             index=index,
             on_free=self._host_pages_freed,
             integrity=config.integrity,
+            disabled_reason=self.disabled_reason,
         )
         if config.compilation_cache:
             enable_compilation_cache()
-        self.runner = DeviceRunner(model, config, self.max_context, device or jax.devices()[0])
+        device = device or jax.devices()[0]
+        self.programs = programs or Programs(model, config, device)
+        self.runner = DeviceRunner(model, config, self.max_context, device, self.programs)
         self.scheduler = Scheduler(config, self.cache, self.runner, self.counters)
         self._fingerprint = weight_fingerprint(self.runner.params) if self.active else ""
         self._namespaces: dict[tuple[str, str], bytes] = {}
@@ -300,6 +306,8 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """One turn: land copies, admit, prefill one batch, decode to the next boundary. Returns finished requests."""
         self._land_copies()
+        if self.config.poison:
+            self.runner.poison_freed()
         self.scheduler.admit()
         self._prefill()
         self._decode()
@@ -332,7 +340,7 @@ class Engine:
         limit = min(row.committed_kv_tokens, self.scheduler.publishable_tokens(row))
         if not self.cache.has_row(row.id):
             return
-        self.cache.publish(row.id, limit, row.namespace)
+        self.cache.publish(row.id, row.tokens[:limit], row.namespace)
         self._share_device_pages(row)
 
     def _share_device_pages(self, row: Row) -> None:
@@ -699,28 +707,28 @@ class Engine:
         """
         from prefix_reuse.display import track
 
-        before = dict(self.runner.counter.counts)
+        before = dict(self.programs.counter.counts)
         for _ in track(self.runner.warmup(), "compiling", progress, self.runner.num_programs):
             pass
-        return {k: v - before.get(k, 0) for k, v in self.runner.counter.counts.items()}
+        return {k: v - before.get(k, 0) for k, v in self.programs.counter.counts.items()}
 
     def get_prefix_reuse_capability(self) -> PrefixReuseCapability:
         """Whether this engine's model can reuse prefixes, and why not (B10)."""
         return self.capability
 
+    @property
+    def disabled_reason(self) -> str:
+        """Why reuse is not active: `disabled`, or the capability's reason; empty when it is."""
+        return "disabled" if not self.config.enable_prefix_reuse else self.capability.reason
+
     def stats(self) -> EngineStats:
         """A snapshot of all counters; printable."""
         counters = self.counters
         copy = dataclasses.replace
-        reason = ""
-        if not self.config.enable_prefix_reuse:
-            reason = "disabled"
-        elif not self.active:
-            reason = self.capability.reason
         return EngineStats(
             enabled=self.config.enable_prefix_reuse,
             active=self.active,
-            disabled_reason=reason,
+            disabled_reason=self.disabled_reason,
             stages={
                 "M1": self.active and self.config.m1,
                 "M2": self.scheduler.suffix_prefill,
@@ -732,7 +740,7 @@ class Engine:
             faults=copy(counters.faults),
             device=tuple(account.stats() for account in self.runner.accounts),
             host=self.cache.stats(),
-            compilations=dict(self.runner.counter.counts),
+            compilations=dict(self.programs.counter.counts),
         )
 
     def check_integrity(self) -> None:

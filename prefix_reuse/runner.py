@@ -6,7 +6,6 @@ It is told what to do by plans; it decides nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -18,19 +17,11 @@ from prefix_reuse.config import EngineConfig
 from prefix_reuse.device_pool import DevicePool
 from prefix_reuse.errors import IntegrityError
 from prefix_reuse.plan import Chunk, PrefillBatch, bucket, pack_chunks, pages_for
+from prefix_reuse.programs import Programs
 from prefix_reuse.sampling import SamplingState, sampling_state, token_counts
 from prefix_reuse.sequence import Sequence as Row
-from prefix_reuse.steps import (
-    CompilationCounter,
-    DecodeInputs,
-    PagedModel,
-    PrefillInputs,
-    PrefillOutputs,
-    decode_steps,
-    make_attend,
-    prefill_step,
-)
-from prefix_reuse.transfer import PageTransfer, Payload, PendingCopy
+from prefix_reuse.steps import DecodeInputs, PagedModel, PrefillInputs, PrefillOutputs
+from prefix_reuse.transfer import Payload, PendingCopy
 
 SMALLEST_PREFILL = 16
 """Tokens of the smallest prefill bucket."""
@@ -39,28 +30,20 @@ SMALLEST_PREFILL = 16
 class DeviceRunner:
     """Device pools (one `DevicePages` and one `DevicePool` per layer group), params, jitted steps and their buckets."""
 
-    def __init__(self, model: PagedModel, config: EngineConfig, max_context: int, device: Any):
+    def __init__(self, model: PagedModel, config: EngineConfig, max_context: int, device: Any, programs: Programs):
         self.model, self.config, self.device = model, config, device
         self.max_columns = pages_for(max_context, config.page_size)
         self.params = model.params
-        self.counter = CompilationCounter()
+        programs.check(model, config, device)
+        self.programs = programs
+        self.transfer = programs.transfer
         self.accounts = tuple(
             DevicePool(config.num_device_pages, config.page_size, config.max_rows, self.max_columns)
             for _ in model.kv_groups
         )
         self.pools = self._create_pools()
-        self.transfer = PageTransfer(device, self.counter)
         self.last_prefill: PrefillBatch | None = None
         """Immutable snapshot of the last prefill batch (B13)."""
-        attend = make_attend(model.kv_groups, config.attention)
-        count = self.counter.traced
-        self._prefill = jax.jit(count("prefill_step", partial(prefill_step, model, attend)), donate_argnums=1)
-        self._decode = jax.jit(
-            count("decode_steps", partial(decode_steps, model, attend, config.decode_steps)), donate_argnums=1
-        )
-        self._rebuild = jax.jit(count("rebuild_tables", device_pages.rebuild), donate_argnums=0)
-        self._unembed = jax.jit(count("unembed", model.unembed))
-        self._poison = jax.jit(count("poison_pages", _poison), donate_argnums=0)
         self._no_counts: dict[int, jax.Array] = {}
 
     def _create_pools(self) -> tuple[device_pages.DevicePages, ...]:
@@ -100,7 +83,7 @@ class DeviceRunner:
         for pool, account in zip(self.pools, self.accounts, strict=True):
             # Copies: the account changes its arrays in place while the transfer may still read them.
             tables = account.page_table.copy(), account.shared_pages.copy(), context_lens.copy()
-            pools.append(self._rebuild(pool, *tables))
+            pools.append(self.programs.rebuild(pool, *tables))
             account.dirty = False
         self.pools = tuple(pools)
 
@@ -128,7 +111,7 @@ class DeviceRunner:
             kv_lens=batch.lengths.kv_seq_lengths,  # type: ignore[arg-type]
             **self._sampling(rows, config.max_rows),
         )
-        outputs, self.pools = self._prefill(self.params, self.pools, inputs)
+        outputs, self.pools = self.programs.prefill(self.params, self.pools, inputs)
         return outputs
 
     def decode(self, rows: Sequence[Row], num_steps: int) -> tuple[np.ndarray, np.ndarray]:
@@ -156,7 +139,7 @@ class DeviceRunner:
             num_steps=np.int32(num_steps),  # type: ignore[arg-type]
             **self._sampling(rows, size),
         )
-        outputs, self.pools = self._decode(self.params, self.pools, inputs)
+        outputs, self.pools = self.programs.decode(self.params, self.pools, inputs)
         tokens, steps, refused = jax.device_get((outputs.tokens, outputs.steps, outputs.refused))
         check_refused(refused)
         return tokens[: int(steps), : len(rows)], refused
@@ -175,7 +158,7 @@ class DeviceRunner:
 
     def unembed(self, hidden: jax.Array) -> np.ndarray:
         """f32 [N, V] logits on the host."""
-        return np.asarray(self._unembed(self.params, hidden))
+        return np.asarray(self.programs.unembed(self.params, hidden))
 
     # ---- pages
 
@@ -188,13 +171,15 @@ class DeviceRunner:
         kv = self.transfer.load([p.kv_pages for p in self.pools], payloads, pages)
         self.pools = tuple(pool.replace(kv_pages=k) for pool, k in zip(self.pools, kv, strict=True))
 
-    def poison(self, group: int, pages: Sequence[int]) -> None:
-        """Fills device pages with NaN (poison mode: freed pages must never be read again)."""
-        pool = self.pools[group]
-        kv_pages = pool.kv_pages
-        for page in pages:
-            kv_pages = self._poison(kv_pages, np.int32(page))
-        self.pools = (*self.pools[:group], pool.replace(kv_pages=kv_pages), *self.pools[group + 1 :])
+    def poison_freed(self) -> None:
+        """Fills device pages that became free with NaN (poison mode: they must never be read again)."""
+        pools = []
+        for pool, account in zip(self.pools, self.accounts, strict=True):
+            kv_pages = pool.kv_pages
+            for page in account.take_freed():
+                kv_pages = self.programs.poison(kv_pages, np.int32(page))
+            pools.append(pool.replace(kv_pages=kv_pages))
+        self.pools = tuple(pools)
 
     @property
     def lost(self) -> bool:
@@ -236,7 +221,7 @@ class DeviceRunner:
                 kv_lens=batch.lengths.kv_seq_lengths,  # type: ignore[arg-type]
                 **sampling,
             )
-            outputs, self.pools = self._prefill(self.params, self.pools, inputs)
+            outputs, self.pools = self.programs.prefill(self.params, self.pools, inputs)
             self.unembed(outputs.hidden)
         for size in self.decode_buckets:
             yield f"decode {size} rows"
@@ -250,7 +235,7 @@ class DeviceRunner:
                 num_steps=np.int32(config.decode_steps),  # type: ignore[arg-type]
                 **self._sampling([], size),
             )
-            _, self.pools = self._decode(self.params, self.pools, inputs)
+            _, self.pools = self.programs.decode(self.params, self.pools, inputs)
         for size in self.transfer.warmup_sizes():
             yield f"page copies of {size}"
             # Page 0 onto itself: the pool's bytes stay as they are. A pool of fewer pages repeats it.
@@ -273,11 +258,6 @@ def stop_ids_of(model: PagedModel, row: Row) -> tuple[int, ...]:
     """Token ids that end the row: its own and, unless ignored, the model's end ids."""
     eos = () if row.params.ignore_eos else tuple(model.eos_token_ids)
     return tuple(dict.fromkeys((*eos, *row.params.stop_token_ids)))
-
-
-def _poison(kv_pages: jax.Array, page: jax.Array) -> jax.Array:
-    """Donates `kv_pages`."""
-    return kv_pages.at[:, page].set(float("nan"))
 
 
 def _powers(smallest: int, largest: int) -> list[int]:

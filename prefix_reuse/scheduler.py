@@ -79,25 +79,27 @@ class Scheduler:
         return admissions
 
     def _take_host_pages(self, sequence: Row, before: list[Admission]) -> Admission | None:
-        """Allocates host pages (with the hit attached), or None when host or device pages do not suffice: nothing is held."""
-        request = self._request(sequence)
+        """Allocates host pages, with the hit attached; None when host or device pages do not suffice (nothing is held)."""
         total = pages_for(sequence.capacity_tokens, self.config.page_size)
-        hit = self.cache.estimate([request])[0].hit_pages if self.suffix_prefill else 0
-        planned = sum(len(a.demand.host_pages) + a.demand.num_private for a in before)
-        shareable = hit + planned if self.share_device else 0
-        if any(total - shareable > account.num_available for account in self.runner.accounts):
+
+        def admission(host_pages: np.ndarray) -> Admission:
+            return Admission(sequence, PageDemand(host_pages, len(host_pages), total - len(host_pages)))
+
+        # Looked at without side effects first, so that a request that has to wait counts and evicts nothing.
+        if not self._fits([*before, admission(self.cached_pages(sequence))]):
             return None
         try:
-            allocation = self.cache.allocate_pages_for_sequences_with_prefix([request])[0]
+            allocation = self.cache.allocate_pages_for_sequences_with_prefix([self._request(sequence)])[0]
         except HostPagesExhausted:
             return None
-        hits = allocation.shared_pages if self.suffix_prefill else allocation.shared_pages[:0]
-        admission = Admission(sequence, PageDemand(np.asarray(hits), len(hits), total - len(hits)))
-        if not self._fits([*before, admission]):
-            self.cache.release(sequence.id)
-            return None
         sequence.shared_tokens = allocation.shared_tokens
-        return admission
+        return admission(allocation.shared_pages if self.suffix_prefill else allocation.shared_pages[:0])
+
+    def cached_pages(self, sequence: Row) -> np.ndarray:
+        """Host pages that a lookup would find for prefill now; no side effect."""
+        if not (self.suffix_prefill and sequence.reuse and self.cache.index is not None):
+            return np.zeros(0, np.int32)
+        return self.cache.index.peek(sequence.tokens, sequence.namespace).page_ids
 
     def _request(self, sequence: Row) -> PrefixRequest:
         return PrefixRequest(
@@ -216,7 +218,7 @@ class Scheduler:
         common = max(common_prefix(tokens, r.tokens[: self.publishable_tokens(r) // size * size]) for r in others)
         if common < size:
             return False
-        return common // size > self.cache.estimate([self._request(sequence)])[0].hit_pages
+        return common // size > len(self.cached_pages(sequence))
 
     def publishable_tokens(self, sequence: Row) -> int:
         """Tokens whose full pages may become index entries once computed: the prompt, or everything by option."""

@@ -1,0 +1,686 @@
+"""Bad input, faults, cancellation, capacity, samples, streams and compilations: A12, A13, A29, B22, B28; H05-H36."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from engine_helpers import GREEDY, check, cold, drained, engine, model, prompt
+from prefix_reuse import Engine, EngineConfig, PrefixReuseError, SamplingParams, UnsupportedAttentionError
+from prefix_reuse.errors import (
+    CapacityError,
+    ConfigError,
+    InvalidRequestError,
+    StateTransitionError,
+    TransferError,
+    UnknownRequestError,
+)
+from prefix_reuse.sequence import TRANSITIONS, Sequence, SequenceState
+from prefix_reuse.transfer import PageTransfer, PendingCopy
+
+ONE = SamplingParams(max_tokens=1, ignore_eos=True)
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ([], "empty"),
+        ("", "empty"),
+        ([5, 128], "128 is outside"),
+        ([5, -1], "-1 is outside"),
+        ([1.5, 2.0], "integers"),
+        ([[1, 2], [3, 4]], "flat"),
+    ],
+)
+def test_bad_prompts_are_refused_and_nothing_is_allocated(bad: Any, message: str):
+    e = engine()
+    good = e.submit(prompt(6), GREEDY)
+    with pytest.raises(InvalidRequestError, match=message):
+        e.submit(bad, GREEDY)
+    outputs = {}
+    while e.has_work:
+        outputs.update((o.request_id, o) for o in e.step())
+    assert outputs[good].token_ids == engine(on=False).generate(prompt(6), GREEDY)[0].token_ids
+    assert e.stats().requests.refused == 1
+    drained(e)
+
+
+def test_one_bad_prompt_of_generate_raises_before_anything_runs():
+    e = engine()
+    with pytest.raises(InvalidRequestError, match="empty"):
+        e.generate([[5, 6], []], GREEDY)
+    assert not e.has_work
+    drained(e)
+
+
+def test_prompts_over_the_context_or_the_pool_are_refused_at_submit():
+    """S8, H16c."""
+    e = engine(max_context=64, num_device_pages=8)
+    with pytest.raises(CapacityError, match="context of 64"):
+        e.submit(prompt(64))
+    with pytest.raises(CapacityError, match="pools of 32"):
+        e.submit(prompt(32))
+    assert e.generate(prompt(31), ONE)[0].finish_reason == "length"
+    drained(e)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"page_size": 3},
+        {"page_size": 0},
+        {"num_device_pages": 0},
+        {"num_host_pages": -1},
+        {"max_rows": 0},
+        {"max_prefill_tokens": 48},
+        {"page_size": 64, "max_prefill_tokens": 32},
+        {"decode_steps": 0},
+        {"max_context": 0},
+    ],
+)
+def test_sizes_that_cannot_work_are_configuration_errors(bad: dict[str, Any]):
+    with pytest.raises(ConfigError):
+        EngineConfig(**bad)
+
+
+def test_pools_too_small_for_one_row_are_a_configuration_error():
+    with pytest.raises(ConfigError, match="hold no prompt"):
+        engine(page_size=1, num_device_pages=1)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"max_tokens": 0},
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"repetition_penalty": 0.0},
+        {"n": 0},
+        {"stop": ("",)},
+        {"seed": -1},
+        {"presence_penalty": float("inf")},
+    ],
+)
+def test_sampling_values_out_of_range_are_refused(bad: dict[str, Any]):
+    with pytest.raises(InvalidRequestError):
+        SamplingParams(**bad)
+
+
+def test_latent_attention_is_refused_before_any_matching():
+    """A5."""
+
+    class Latent:
+        name = "deepseek"
+        attention_kind = "mla"
+
+    with pytest.raises(UnsupportedAttentionError, match="MLA"):
+        Engine(Latent())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="kv_groups"):
+        Engine(object())  # type: ignore[arg-type]
+
+
+def test_unknown_requests_raise_the_package_error():
+    e = engine()
+    for call in (e.cancel, e.hold, e.resume):
+        with pytest.raises(UnknownRequestError):
+            call(17)
+
+
+def test_only_listed_transitions_are_allowed():
+    """A29 and the table of section S."""
+    for start in SequenceState:
+        for end in SequenceState:
+            s = Sequence(0, 0, prompt(3), GREEDY, b"")
+            s.state = start
+            if end in TRANSITIONS[start]:
+                s.move_to(end)
+            else:
+                with pytest.raises(StateTransitionError):
+                    s.move_to(end)
+
+
+# ---- faults
+
+
+def test_a_failed_forward_leaves_no_entry_and_a_retry_works(monkeypatch: pytest.MonkeyPatch):
+    """H15, A12: the exception is the caller's, rows go back to the queue, references are as before."""
+    e = engine()
+    base = prompt(8, seed=1)
+    e.generate(base, GREEDY)
+    refs = e.cache.stats()
+    request = e.submit(prompt(12, seed=2, start=base), GREEDY)
+    real = e.runner.programs.prefill
+
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(e.runner.programs, "prefill", failing)
+    with pytest.raises(RuntimeError, match="injected"):
+        e.step()
+    check(e)
+    after = e.cache.stats()
+    assert (after.logical_pages, after.physical_pages, after.free_pages) == (
+        refs.logical_pages,
+        refs.physical_pages,
+        refs.free_pages,
+    )
+    assert e.scheduler.waiting[0].state is SequenceState.QUEUEING
+    monkeypatch.setattr(e.runner.programs, "prefill", real)
+    outputs = {}
+    while e.has_work:
+        outputs.update((o.request_id, o) for o in e.step())
+    alone = engine(on=False).generate(prompt(12, seed=2, start=base), GREEDY)[0]
+    assert outputs[request].token_ids == alone.token_ids
+    assert e.stats().requests.prefill_failures == 1
+    drained(e)
+
+
+def test_a_step_that_fails_after_taking_the_pools_loses_no_request():
+    """The donated pools are gone: running rows are evicted and recomputed, and the tokens stay the same (S4)."""
+    e = engine()
+    tokens = [prompt(9, seed=1), prompt(6, seed=2)]
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    expected = [o.token_ids for o in engine(on=False).generate(tokens, params)]
+    ids = [e.submit(t, params) for t in tokens]
+    e.step()
+    real = e.runner.programs.decode
+
+    def failing(params: Any, pools: Any, batch: Any) -> Any:
+        for leaf in jax.tree.leaves(pools):
+            leaf.delete()
+        raise RuntimeError("injected")
+
+    e.runner.programs.decode = failing
+    with pytest.raises(RuntimeError, match="injected"):
+        e.step()
+    e.runner.programs.decode = real
+    check(e)
+    assert {r.state for r in e.scheduler.waiting} == {SequenceState.EVICTED}
+    outputs = {}
+    while e.has_work:
+        outputs.update((o.request_id, o) for o in e.step())
+    assert [outputs[i].token_ids for i in ids] == expected
+    stats = e.stats()
+    assert stats.faults.device_resets == 1
+    assert stats.requests.reentries == 2
+    assert (stats.prefill.prompt_tokens, stats.prefill.hits) == (15, 0)  # H24: a resume is no hit
+    drained(e)
+
+
+class BrokenLoads(PageTransfer):
+    """Host pages whose read fails."""
+
+
+@pytest.mark.parametrize("fault", ["raises", "short", "missing"])
+def test_a_page_that_cannot_be_read_is_dropped_and_recomputed(fault: str, monkeypatch: pytest.MonkeyPatch):
+    """H31: fall back to hit 1, both requests as cold, the entry and what hangs below it leave the index, counted."""
+    e = engine()
+    base = prompt(12, seed=1)
+    e.generate(base, GREEDY)
+    e.drop_device_pages()
+    pages = e.cache.index.lookup(base, e.namespace()).page_ids.tolist()
+    real = e.cache.read
+
+    def read(page: int) -> Any:
+        payload = real(page)
+        if page != pages[1]:
+            return payload
+        if fault == "raises":
+            raise OSError("disk on fire")
+        return tuple(a[:1] for a in payload) if fault == "short" else None
+
+    monkeypatch.setattr(e.cache, "read", read)
+    prompts = [prompt(14, seed=5 + i, start=base) for i in range(2)]
+    outs = e.generate(prompts, GREEDY)
+    monkeypatch.undo()
+    assert [o.token_ids for o in outs] == [o.token_ids for o in engine(on=False).generate(prompts, GREEDY)]
+    assert outs[0].cached_tokens == 4
+    assert e.stats().faults.failed_loads == 1
+    assert e.generate(prompts[0], ONE)[0].cached_tokens == 12
+    drained(e)
+
+
+class SlowCopies(PageTransfer):
+    """Bytes reach the host late, or never."""
+
+    fail = False
+
+    def offload(self, pools: Any, device_pages: Any, host_pages: Any) -> PendingCopy:
+        copy = super().offload(pools, device_pages, host_pages)
+        outer = self
+
+        class Late(PendingCopy):
+            def wait(self) -> None:
+                time.sleep(0.05)
+                if outer.fail:
+                    raise TransferError("injected")
+                super().wait()
+
+        return Late(copy.host_pages, copy.payloads)
+
+
+def test_pages_are_matchable_only_after_their_bytes_landed():
+    """H29: host bytes = device bytes, though the pool was donated to the next step while the copy was under way."""
+    e = engine(share_in_wave=False)
+    e.runner.transfer = SlowCopies(e.runner.device, e.programs.counter)
+    base = prompt(12, seed=1)
+    e.submit(base, ONE)
+    e.step()
+    assert len(e.cache.index) == 0
+    device = np.asarray(e.runner.pools[0].kv_pages)[:, e.runner.accounts[0].pages(0)[:3]]
+    e.submit(prompt(13, seed=2, start=base), GREEDY)
+    e.step()
+    assert len(e.cache.index) == 3
+    pages = e.cache.index.lookup(base, e.namespace()).page_ids.tolist()
+    for i, page in enumerate(pages):
+        assert np.array_equal(np.asarray(e.cache.read(page)[0]), device[:, i])
+    while e.has_work:
+        e.step()
+    drained(e)
+
+
+def test_a_failed_offload_publishes_nothing_and_the_row_goes_on():
+    e = engine()
+    transfer = SlowCopies(e.runner.device, e.programs.counter)
+    transfer.fail = True
+    e.runner.transfer = transfer
+    tokens = prompt(12, seed=1)
+    out = e.generate(tokens, GREEDY)[0]
+    assert out.token_ids == engine(on=False).generate(tokens, GREEDY)[0].token_ids
+    assert e.stats().faults.failed_offloads >= 3
+    assert len(e.cache.index) == 0
+    transfer.fail = False
+    assert e.generate(tokens, GREEDY)[0].cached_tokens == 0
+    assert e.generate(tokens, GREEDY)[0].cached_tokens == 11
+    drained(e)
+
+
+def test_page_tables_are_not_changed_under_a_dispatched_step():
+    """H30: the account's arrays are overwritten at once; the device sees the tables of its own step."""
+    e = engine()
+    prompts = [prompt(9, seed=i) for i in range(3)]
+    expected = [o.token_ids for o in engine(on=False).generate(prompts, GREEDY)]
+    real = e.runner.sync_tables
+
+    def sync_and_scribble(context_lens: np.ndarray) -> None:
+        real(context_lens)
+        saved = [a.page_table.copy() for a in e.runner.accounts]
+        for account in e.runner.accounts:
+            account.page_table[:] = 0
+        context_lens[:] = 99
+        for account, table in zip(e.runner.accounts, saved, strict=True):
+            account.page_table[:] = table
+
+    e.runner.sync_tables = sync_and_scribble
+    assert [o.token_ids for o in e.generate(prompts, GREEDY)] == expected
+
+
+# ---- cancellation and capacity
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_cancel_gives_back_exactly_what_the_request_holds(steps: int):
+    """B28, H28: queued, just prefilled, decoding; the neighbour is untouched; one terminal record."""
+    e = engine()
+    base = prompt(8, seed=1)
+    e.generate(base, GREEDY)
+    neighbour = e.submit(prompt(9, seed=2), SamplingParams(max_tokens=20, ignore_eos=True))
+    victim = e.submit(prompt(12, seed=3, start=base), SamplingParams(max_tokens=50, ignore_eos=True))
+    outputs: list[Any] = []
+    for _ in range(steps):
+        outputs += e.step()
+    e.cancel(victim)
+    check(e)
+    while e.has_work:
+        outputs += e.step()
+        check(e)
+    ended = [o for o in outputs if o.request_id == victim]
+    assert [o.finish_reason for o in ended] == ["cancelled"]
+    alone = engine(on=False).generate(prompt(9, seed=2), SamplingParams(max_tokens=20, ignore_eos=True))[0]
+    assert next(o for o in outputs if o.request_id == neighbour).token_ids == alone.token_ids
+    assert e.stats().requests.cancelled == 1
+    drained(e)
+
+
+def test_two_requests_that_do_not_fit_together_run_one_after_the_other():
+    """H16a: the whole need is taken at once, so nobody blocks anybody half way."""
+    e = engine(num_device_pages=9)
+    prompts = [prompt(24, seed=1), prompt(24, seed=2)]
+    expected = [o.token_ids for o in engine(on=False).generate(prompts, GREEDY)]
+    for p in prompts:
+        e.generate(p[:16], ONE)
+    assert [o.token_ids for o in e.generate(prompts, GREEDY)] == expected
+    drained(e)
+
+
+def test_reclaimable_pages_count_as_room():
+    """H16b."""
+    e = engine(num_device_pages=9)
+    for seed in range(3):
+        e.generate(prompt(12, seed=seed), ONE)
+    assert e.stats().device[0].reclaimable == 9
+    assert len(e.generate(prompt(19, seed=9), ONE)[0].token_ids) == 1
+    drained(e)
+
+
+def test_output_that_outgrows_the_pool_ends_with_capacity():
+    """S8."""
+    e = engine(num_device_pages=4)
+    out = e.generate(prompt(10), SamplingParams(max_tokens=50, ignore_eos=True))[0]
+    assert (out.finish_reason, len(out.token_ids)) == ("capacity", 6)
+    e = engine(max_context=16)
+    out = e.generate(prompt(10), SamplingParams(max_tokens=50, ignore_eos=True))[0]
+    assert (out.finish_reason, len(out.token_ids)) == ("length", 6)
+
+
+def test_a_page_in_use_is_never_handed_out():
+    """H13: DEV = 8; B decodes on A's pages while C needs 6 pages and only 5 are free."""
+    e = engine(num_device_pages=8)
+    a = prompt(9, seed=1)
+    e.generate(a, ONE)
+    b_tokens, c_tokens = np.append(a[:8], 20).astype(np.int32), prompt(23, seed=3)
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    expected = [engine(on=False).generate(t, params)[0].token_ids for t in (b_tokens, c_tokens[:22])]
+    e.submit(b_tokens, SamplingParams(max_tokens=3, ignore_eos=True))
+    e.scheduler.admit()
+    check(e)
+    outs = e.generate([c_tokens[:22]], params)
+    assert outs[0].token_ids == expected[1]
+    done = {o.request_id: o for o in e.step()}
+    assert expected[0] in [o.token_ids for o in done.values()]
+    drained(e)
+
+
+def test_references_do_not_leak_when_requests_are_refused_cancelled_or_fail():
+    """H11: a hundred times each, then a request that needs every page."""
+    e = engine(num_device_pages=6)
+    a = prompt(12, seed=1)
+    e.generate(a, ONE)
+    b = prompt(19, seed=2, start=a[:8])
+    real = e.runner.programs.prefill
+    before = e.cache.stats()
+    for i in range(100):
+        request = e.submit(b, ONE)
+        if i % 3 == 0:
+            e.cancel(request)
+        elif i % 3 == 1:
+            e.scheduler.admit()
+            e.cancel(request)
+        else:
+            e.runner.programs.prefill = lambda *_: (_ for _ in ()).throw(RuntimeError("injected"))
+            with pytest.raises(RuntimeError, match="injected"):
+                e.step()
+            e.runner.programs.prefill = real
+            e.cancel(request)
+        e.step()
+        check(e)
+    after = e.cache.stats()
+    assert (after.free_pages, after.physical_pages, after.logical_pages) == (
+        before.free_pages,
+        before.physical_pages,
+        before.logical_pages,
+    )
+    assert e.generate(prompt(23, seed=3), ONE)[0].computed_tokens == 23
+    drained(e)
+
+
+def test_new_weights_drop_every_page_and_are_refused_while_requests_live():
+    """H05."""
+    e = engine()
+    tokens = prompt(13)
+    old = e.generate(tokens, GREEDY)[0].token_ids
+    request = e.submit(prompt(5, seed=9), GREEDY)
+    with pytest.raises(PrefixReuseError, match="live"):
+        e.update_params(model(seed=1).params)
+    e.cancel(request)
+    e.step()
+    e.update_params(model(seed=1).params)
+    out = e.generate(tokens, GREEDY)[0]
+    assert out.cached_tokens == 0
+    assert out.token_ids == engine(on=False, seed=1).generate(tokens, GREEDY)[0].token_ids != old
+    with pytest.raises(ConfigError, match="shapes"):
+        e.update_params({})
+    drained(e)
+
+
+def test_salt_and_adapter_separate_requests_on_host_and_device():
+    """B4, X9, H03, H04."""
+    e = engine()
+    tokens = prompt(17)
+    assert e.generate(tokens, ONE, salt="t1")[0].cached_tokens == 0
+    e.drop_device_pages()
+    assert e.generate(tokens, ONE, salt="t2")[0].cached_tokens == 0
+    assert e.generate(tokens, ONE, salt="t1")[0].cached_tokens == 16
+    assert e.generate(tokens, ONE)[0].cached_tokens == 0
+    hits = []
+    for adapter in ("x", "y", "", "x", "y"):
+        request = e.submit(prompt(13, seed=5), ONE, adapter=adapter)
+        hits.append(next(o for o in run_all(e) if o.request_id == request).cached_tokens)
+        e.drop_device_pages()
+    assert hits == [0, 0, 0, 12, 12]
+    drained(e)
+
+
+def run_all(e: Engine) -> list[Any]:
+    outputs: list[Any] = []
+    while e.has_work:
+        outputs += e.step()
+    return outputs
+
+
+def test_queue_time_matches_are_not_remembered():
+    """H23: pages that go while a request waits are not counted on."""
+    e = engine(num_host_pages=16, max_rows=1)
+    a = prompt(12, seed=1)
+    e.generate(a, ONE)
+    running = e.submit(prompt(6, seed=2), SamplingParams(max_tokens=12, ignore_eos=True))
+    e.step()
+    waiting = e.submit(np.append(a, 5), GREEDY)
+    e.step()
+    assert e.evict_host_entries(3) == 3
+    e.drop_device_pages()
+    outputs = {o.request_id: o for o in run_all(e)}
+    assert outputs[waiting].cached_tokens == 0
+    assert outputs[waiting].token_ids == engine(on=False).generate(np.append(a, 5), GREEDY)[0].token_ids
+    assert running in outputs
+    drained(e)
+
+
+# ---- publication
+
+
+@pytest.mark.parametrize(("max_tokens", "pages"), [(2, 1), (3, 2)])
+def test_the_last_sampled_token_has_no_kv_and_is_not_published(max_tokens: int, pages: int):
+    """B22, H08: prompt of 6; KV exists for 7 (8) tokens; by default only the prompt's page is published."""
+    tokens = prompt(6, seed=1)
+    for publish_generated, expected in ((True, pages), (False, 1)):
+        e = engine(publish_generated=publish_generated)
+        out = e.generate(tokens, SamplingParams(max_tokens=max_tokens, ignore_eos=True))[0]
+        assert len(e.cache.index) == expected
+        follow_up = np.concatenate([tokens, out.token_ids, [7]]).astype(np.int32)
+        again = e.generate(follow_up, GREEDY)[0]
+        assert again.cached_tokens == 4 * expected
+        assert again.token_ids == engine(on=False).generate(follow_up, GREEDY)[0].token_ids
+        drained(e)
+
+
+def test_a_next_turn_that_was_rendered_differently_hits_up_to_the_difference():
+    """H10."""
+    e = engine(publish_generated=True)
+    turn = prompt(10, seed=1)
+    out = e.generate(turn, GREEDY)[0]
+    assert len(e.cache.index) == 3
+    other = [t for t in (9, 10) if t != out.token_ids[0]][0]
+    next_turn = np.concatenate([turn, [other], prompt(8, seed=3)]).astype(np.int32)
+    assert e.generate(next_turn, GREEDY)[0].cached_tokens == 8
+    same = np.concatenate([turn, out.token_ids[:5], [3]]).astype(np.int32)
+    assert e.generate(same, GREEDY)[0].cached_tokens == 12
+    drained(e)
+
+
+def test_short_prompts_publish_nothing():
+    """H07."""
+    e = engine()
+    for tokens in ([5], [5, 6], [5, 6, 7]):
+        for _ in range(2):
+            assert e.generate(tokens, ONE)[0].cached_tokens == 0
+    assert len(e.cache.index) == 0
+    e.generate([5, 6, 7, 8, 9], ONE)
+    assert len(e.cache.index) == 1
+    drained(e)
+
+
+# ---- samples, penalties, stops
+
+
+def test_samples_of_one_request_differ_and_repeat_with_the_seed_in_any_batch():
+    """n > 1, H25: half-filled tails are never shared; a row's stream does not depend on the batch."""
+    tokens = prompt(6, seed=1)
+    params = SamplingParams(max_tokens=8, temperature=1.0, seed=3, n=3, ignore_eos=True)
+    e = engine()
+    first = e.generate(tokens, params)[0]
+    texts = [s.token_ids for s in first.samples]
+    assert len(set(texts)) == 3
+    again = engine().generate([prompt(9, seed=8), tokens], params)[1]
+    assert [s.token_ids for s in again.samples] == texts
+    warm = e.generate(tokens, params)[0]
+    assert warm.cached_tokens == 4
+    assert [s.token_ids for s in warm.samples] == texts
+    other = e.generate(tokens, SamplingParams(max_tokens=8, temperature=1.0, seed=4, n=3, ignore_eos=True))[0]
+    assert [s.token_ids for s in other.samples] != texts
+    drained(e)
+
+
+@pytest.mark.parametrize("penalty", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
+def test_penalties_count_the_cached_part_of_the_prompt(penalty: str):
+    """H27b: the penalised token occurs only in the cached part; warm = cold, and the penalty does something."""
+    tokens = prompt(9, seed=1)
+    plain = engine().generate(tokens, SamplingParams(max_tokens=1, ignore_eos=True))[0].token_ids[0]
+    tokens[:3] = plain
+    favourite = engine().generate(tokens, SamplingParams(max_tokens=1, ignore_eos=True))[0].token_ids[0]
+    tokens[0] = favourite
+    params = SamplingParams(max_tokens=10, ignore_eos=True, **{penalty: 50.0})
+    e = engine()
+    results = [e.generate(tokens, params)[0] for _ in range(3)]
+    assert [r.cached_tokens for r in results] == [0, 8, 8]
+    assert results[0].token_ids == results[1].token_ids
+    assert not set(results[0].token_ids) & set(tokens.tolist())
+    drained(e)
+
+
+def test_top_k_1_is_greedy_and_stop_ids_end_the_output():
+    e = engine()
+    tokens = prompt(7, seed=2)
+    greedy = e.generate(tokens, GREEDY)[0].token_ids
+    one = e.generate(tokens, SamplingParams(max_tokens=6, temperature=1.0, top_k=1, ignore_eos=True))[0].token_ids
+    assert one == greedy
+    tiny_p = e.generate(tokens, SamplingParams(max_tokens=6, temperature=1.0, top_p=1e-6, ignore_eos=True))[0]
+    assert tiny_p.token_ids == greedy
+    stop = greedy[2]
+    out = e.generate(tokens, SamplingParams(max_tokens=6, stop_token_ids=(stop,), ignore_eos=True))[0]
+    assert out.token_ids == greedy[: greedy.index(stop) + 1]
+    assert out.finish_reason == "stop"
+    with pytest.raises(InvalidRequestError, match="max_stop_ids"):
+        e.submit(tokens, SamplingParams(stop_token_ids=tuple(range(2, 40))))
+    drained(e)
+
+
+def test_stop_strings_end_the_text_and_publish_only_what_was_kept():
+    e = engine(publish_generated=True)
+    tokens = prompt(7, seed=2)
+    params = SamplingParams(max_tokens=20, temperature=1.0, seed=1, ignore_eos=True)
+    free = e.generate(tokens, params)[0]
+    stop = free.text[5:7]
+    e = engine(publish_generated=True)
+    out = e.generate(tokens, SamplingParams(**{**vars(params), "stop": (stop,)}))[0]
+    assert out.finish_reason == "stop"
+    assert out.text == free.text[: free.text.index(stop)]
+    assert len(e.cache.index) == (len(tokens) + len(out.token_ids) - 1) // 4
+    drained(e)
+
+
+def test_a_stream_gives_the_same_tokens_and_text_in_pieces_and_closing_it_cancels():
+    e = engine()
+    tokens = prompt(7, seed=2)
+    params = SamplingParams(max_tokens=14, ignore_eos=True)
+    whole = e.generate(tokens, params)[0]
+    events = list(e.stream(tokens, params))
+    assert len(events) > 2
+    assert sum((ev.token_ids for ev in events), ()) == whole.token_ids
+    assert "".join(ev.text for ev in events) == whole.text
+    assert [ev.finished for ev in events] == [False] * (len(events) - 1) + [True]
+    stream = e.stream(tokens, params)
+    next(stream)
+    stream.close()
+    assert e.stats().requests.cancelled == 1
+    drained(e)
+
+
+def test_scoring_without_reuse_reads_and_changes_nothing_of_the_cache():
+    e = engine()
+    tokens = prompt(12, seed=1)
+    e.generate(tokens, ONE)
+    before = e.cache.stats()
+    logits = e.score(tokens)
+    assert logits.shape == (12, 128)
+    np.testing.assert_allclose(logits, cold(tokens), atol=1e-4)
+    assert len(e.cache.index) == 3
+    assert e.cache.stats().free_pages == before.free_pages
+    drained(e)
+
+
+# ---- compilations and in-place updates
+
+
+def test_nothing_compiles_after_warmup():
+    """H36: hits of 0, 1, 3, 7 pages, suffixes 1..4, batches 1..4, offload and reload of 1..9 pages."""
+    e = engine(max_prefill_tokens=64)
+    assert sum(e.warmup().values()) > 0
+    before = dict(e.stats().compilations)
+    base = prompt(40, seed=1)
+    for pages in (0, 1, 3, 7):
+        e.generate(np.append(base[: 4 * pages], 2), GREEDY)
+        for suffix in range(1, 5):
+            for batch in range(1, 5):
+                tokens = [prompt(4 * pages + suffix, seed=100 + i, start=base[: 4 * pages]) for i in range(batch)]
+                e.generate(tokens, ONE)
+    for pages in range(1, 10):
+        e.clear_cache()
+        e.generate(base[: 4 * pages], ONE)
+        e.drop_device_pages()
+        e.generate(base[: 4 * pages], ONE)
+    e.score(base)
+    assert e.stats().compilations == before
+    drained(e)
+
+
+def test_steps_update_donated_pools_in_place():
+    """The compiled steps alias the pools and hold no copy of them (`memory_analysis`)."""
+    e = engine("hybrid", num_device_pages=4096)
+    pool_bytes = min(p.kv_pages.nbytes for p in e.runner.pools)
+    seen = {}
+
+    def spy(name: str, jitted: Any) -> Any:
+        def call(params: Any, pools: Any, batch: Any) -> Any:
+            seen[name] = jitted.lower(params, pools, batch).compile().memory_analysis()
+            return jitted(params, pools, batch)
+
+        return call
+
+    e.runner.programs.prefill, e.runner.programs.decode = (
+        spy("prefill", e.runner.programs.prefill),
+        spy("decode", e.runner.programs.decode),
+    )
+    e.generate(prompt(9), GREEDY)
+    for name in ("prefill", "decode"):
+        assert seen[name].alias_size_in_bytes >= 2 * pool_bytes, name
+        assert seen[name].temp_size_in_bytes < pool_bytes / 2, (name, seen[name].temp_size_in_bytes / pool_bytes)
