@@ -1,14 +1,15 @@
 """Pallas-Triton implementation of paged_decode_attention: split over the context, then merged in order.
 
-Keys are cut into splits of a fixed number of tokens at absolute positions. One program reads one split of one KV head of
-one row and writes the softmax state of its query heads; a second kernel merges a row's states from the first split to the
-last. Neither depends on the batch, so a row's bits do not depend on its company (split over the context as in
+Keys are cut into splits of a fixed number of tokens at absolute positions. One program reads one split of one KV head
+of one row and writes the softmax state of its query heads; a second kernel merges a row's states from the first split
+to the last. Neither depends on the batch, so a row's bits do not depend on its company (split over the context as in
 FlashDecoding).
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,12 +105,35 @@ def _decode(q, kv_pages, page_table, kv_lens, layer, sinks, *, scale, window, so
         name="paged_decode_attention",
     )(layer, kv_lens, page_table, q, pool_rows(kv_pages))
 
+    lses = lses.reshape(batch, num_splits, num_kv_heads, -1)
+    return merge_splits(parts, lses, kv_lens, sinks, dtype=q.dtype, window=window, split=split, interpret=interpret)
+
+
+def merge_splits(
+    parts: jax.Array,
+    lses: jax.Array,
+    kv_lens: jax.Array,
+    sinks: jax.Array | None,
+    *,
+    dtype: Any,
+    window: int | None,
+    split: int,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Softmax states of splits, in order of position, to the final `(out [B, H, D], lse [B, H])`.
+
+    Args:
+        parts: f32 `[B, N, H, D]`, normalised; entry n is the row's n-th split with a visible key; others are not read.
+        lses: f32 `[B, N, K, H / K or more]`, in base 2.
+    """
+    batch, _, num_heads, head_dim = parts.shape
     inputs = (kv_lens, parts, lses) if sinks is None else (kv_lens, parts, lses, sinks.astype(jnp.float32))
+    group = num_heads // lses.shape[2]
     return triton_call(
-        functools.partial(_merge_kernel, window=window, split=split, has_sinks=sinks is not None),
+        functools.partial(_merge_kernel, window=window, split=split, group=group, has_sinks=sinks is not None),
         grid=(batch, num_heads),
         out_shape=(
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((batch, num_heads, head_dim), dtype),
             jax.ShapeDtypeStruct((batch, num_heads), jnp.float32),
         ),
         num_inputs=len(inputs),
@@ -186,7 +210,7 @@ def _split_kernel(
         pltriton.store(lse_ref.at[row, part, head * group + lane], lse, mask=lane < group)
 
 
-def _merge_kernel(lens_ref, parts_ref, lses_ref, *refs, window, split, has_sinks):
+def _merge_kernel(lens_ref, parts_ref, lses_ref, *refs, window, split, group, has_sinks):
     """One row and head: states of its splits in order of position, then the sink."""
     *sink_refs, out_ref, lse_ref = refs
     row, head = pl.program_id(0), pl.program_id(1)
@@ -198,7 +222,7 @@ def _merge_kernel(lens_ref, parts_ref, lses_ref, *refs, window, split, has_sinks
 
     def body(part, carry):
         top, total, values = carry
-        lse = lses_ref[row, part, head]
+        lse = lses_ref[row, part, head // group, head % group]
         new_top = jnp.maximum(top, lse)
         finite = jnp.where(new_top == -jnp.inf, 0.0, new_top)
         keep, weight = jnp.exp2(top - finite), jnp.exp2(lse - finite)

@@ -72,7 +72,7 @@ def ragged_paged_attention(
 @functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "interpret", "config"))
 def _attend(q, kv_pages, page_table, q_offsets, kv_lens, layer, sinks, *, scale, window, soft_cap, interpret, config):
     options = dict(config)
-    num_tokens, num_heads, head_dim = q.shape
+    num_tokens, num_heads, _ = q.shape
     num_kv_heads = layout.num_kv_heads_of(kv_pages)
     batch = page_table.shape[0]
     heads = power_of_two(num_heads // num_kv_heads)
