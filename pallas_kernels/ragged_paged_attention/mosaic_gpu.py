@@ -2,15 +2,15 @@
 
 `mosaic_schedule` lists the work, `mosaic_kernel` does it, this file chooses sizes and puts the parts together.
 
-Keys are summed in chunks at absolute multiples of `chunk`, and chunks in order. A row's bits therefore do not depend on its
-batch, on the split of its queries, or on whether one block ran over all chunks or each chunk had a block of its own.
+Keys are summed in chunks at absolute multiples of `chunk`, and chunks in order. A row's bits therefore do not depend on
+its batch, on the split of its queries, or on whether one block ran over all chunks or each chunk had its own.
 """
 
 from __future__ import annotations
 
 import json
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -31,6 +31,79 @@ def heads_per_tile(heads_per_kv_head: int) -> int:
     return next(n for n in (8, 4, 2, 1) if heads_per_kv_head % n == 0)
 
 
+class Sizes(NamedTuple):
+    """Static choices for one shape of arguments."""
+
+    tuned: dict[str, Any]
+    packed: int  # query heads in a tile
+    tokens: int  # tokens of one consumer
+    head_groups: int
+    num_chunks: int
+    slots: int
+    split: bool  # every chunk is an item of its own: too few tiles for all multiprocessors
+
+
+def sizes(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    page_table: jax.Array,
+    *,
+    scale: float = 1.0,
+    config: dict[str, Any] | None = None,
+) -> Sizes:
+    """Choose sizes from shapes and the tuned table.
+
+    Raises:
+        NotImplementedError: dtype, head_dim, page size or scale without a kernel.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    page_size, num_kv_heads = layout.page_size_of(kv_pages), layout.num_kv_heads_of(kv_pages)
+    if q.dtype not in DTYPES:
+        raise NotImplementedError(f"Mosaic GPU prefill computes in bf16 or f16, not {q.dtype}.")
+    if head_dim not in HEAD_DIMS:
+        raise NotImplementedError(f"Mosaic GPU prefill has head_dim {HEAD_DIMS}, not {head_dim}.")
+    if scale <= 0:
+        raise NotImplementedError("Mosaic GPU prefill needs a positive scale.")
+    tuned = {**TUNED["default"], **TUNED["head_dim"][str(head_dim)], **(config or {})}
+    block_kv, chunk = tuned["block_kv"], tuned["chunk"]
+    if page_size % 16 or (block_kv % page_size and page_size % block_kv):
+        raise NotImplementedError(f"Mosaic GPU prefill has pages of 16, 32, 64 or 128 slots, not {page_size}.")
+    packed = heads_per_tile(num_heads // num_kv_heads)
+    tokens, head_groups = kernel.ROWS // packed, num_heads // packed
+    num_chunks = -(-page_table.shape[1] * page_size // chunk)
+    slots = schedule.num_slots(num_tokens, page_table.shape[0], tokens * kernel.CONSUMERS)
+    split = tuned.get("split")
+    if split is None:
+        partial_bytes = num_chunks * num_tokens * num_heads * head_dim * 4
+        split = slots * head_groups <= tuned["split_below"] and partial_bytes <= MAX_PARTIAL_BYTES
+    return Sizes(tuned, packed, tokens, head_groups, num_chunks, slots, bool(split) and num_chunks > 1)
+
+
+def make_plan(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    page_table: jax.Array,
+    q_offsets: jax.Array,
+    kv_lens: jax.Array,
+    *,
+    window: int | None,
+    config: dict[str, Any] | None = None,
+) -> schedule.Schedule:
+    """Work list for these rows; depends on shapes, `q_offsets` and `kv_lens` alone, and not on the layer."""
+    chosen = sizes(q, kv_pages, page_table, config=config)
+    return schedule.build(
+        q_offsets,
+        kv_lens,
+        num_tokens=q.shape[0],
+        tokens_per_tile=chosen.tokens * kernel.CONSUMERS,
+        num_head_groups=chosen.head_groups,
+        block_kv=chosen.tuned["block_kv"],
+        window=window,
+        chunk=chosen.tuned["chunk"],
+        num_chunks=chosen.num_chunks if chosen.split else 1,
+    )
+
+
 def ragged_paged_attention(
     q: jax.Array,
     kv_pages: jax.Array,
@@ -46,60 +119,33 @@ def ragged_paged_attention(
     return_lse: bool,
     config: dict[str, Any] | None = None,
     interpret: Any = False,
+    plan: schedule.Schedule | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.ragged_paged_attention`; `lse` is empty (all -inf) unless asked for.
 
     Args:
         config: overrides of the tuned sizes (keys of `mosaic_tuned.json`, `split`).
         interpret: `plgpu.InterpretGPUParams(...)` to simulate on CPU.
+        plan: `make_plan` of the same arguments. Layers of one step share it: XLA does so by itself when they are
+            unrolled, a loop over layers must hand it in.
 
     Raises:
         NotImplementedError: dtype, head_dim, page size or scale without a kernel.
     """
+    chosen = sizes(q, kv_pages, page_table, scale=scale, config=config)
+    tuned, packed, tokens, slots, split = chosen.tuned, chosen.packed, chosen.tokens, chosen.slots, chosen.split
+    head_groups, num_chunks, chunk = chosen.head_groups, chosen.num_chunks, tuned["chunk"]
     num_tokens, num_heads, head_dim = q.shape
     num_layers, pages_per_layer = kv_pages.shape[:2]
     page_size, num_kv_heads = layout.page_size_of(kv_pages), layout.num_kv_heads_of(kv_pages)
-    if q.dtype not in DTYPES:
-        raise NotImplementedError(f"Mosaic GPU prefill computes in bf16 or f16, not {q.dtype}.")
-    if head_dim not in HEAD_DIMS:
-        raise NotImplementedError(f"Mosaic GPU prefill has head_dim {HEAD_DIMS}, not {head_dim}.")
-    if scale <= 0:
-        raise NotImplementedError("Mosaic GPU prefill needs a positive scale.")
-    tuned = {**TUNED["default"], **TUNED["head_dim"][str(head_dim)], **(config or {})}
-    block_kv, chunk = tuned["block_kv"], tuned["chunk"]
-    if page_size % 16 or (block_kv % page_size and page_size % block_kv):
-        raise NotImplementedError(f"Mosaic GPU prefill has pages of 16, 32, 64 or 128 slots, not {page_size}.")
-
-    num_rows, columns = page_table.shape
-    group = num_heads // num_kv_heads
-    packed = heads_per_tile(group)
-    head_groups = num_heads // packed
-    tokens = kernel.ROWS // packed
-    num_chunks = -(-columns * page_size // chunk)
-    slots = schedule.num_slots(num_tokens, num_rows, tokens * kernel.CONSUMERS)
-    split = tuned.get("split")
-    if split is None:
-        partial_bytes = num_chunks * num_tokens * num_heads * head_dim * 4
-        split = slots * head_groups <= tuned["split_below"] and partial_bytes <= MAX_PARTIAL_BYTES
-    split = bool(split) and num_chunks > 1
-
-    plan = schedule.build(
-        q_offsets,
-        kv_lens,
-        num_tokens=num_tokens,
-        tokens_per_tile=tokens * kernel.CONSUMERS,
-        num_head_groups=head_groups,
-        block_kv=block_kv,
-        window=window,
-        chunk=chunk,
-        num_chunks=num_chunks if split else 1,
-    )
+    if plan is None:
+        plan = make_plan(q, kv_pages, page_table, q_offsets, kv_lens, window=window, config=config)
     shape = kernel.Shape(
         num_blocks=min(tuned["num_blocks"], plan.items.shape[0]),
         page_size=page_size,
         pages_per_layer=pages_per_layer,
         num_kv_heads=num_kv_heads,
-        heads_per_kv_head=group,
+        heads_per_kv_head=num_heads // num_kv_heads,
         heads_per_tile=packed,
         head_dim=head_dim,
         dtype=q.dtype,
@@ -111,10 +157,11 @@ def ragged_paged_attention(
         split=split,
         merge_chunks=num_chunks > 1 and not split,
         chunk=chunk,
-        block_kv=block_kv,
+        block_kv=tuned["block_kv"],
         stages=tuned["stages"],
         consumer_registers=tuned["consumer_registers"],
         producer_registers=tuned["producer_registers"],
+        overlap=tuned["overlap"],
         simulate=bool(interpret),
     )
     inputs = {
@@ -180,7 +227,9 @@ def run(
         grid_names=("block",),
         num_threads=kernel.CONSUMERS + 1,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=semantics, reduction_scratch_bytes=1024),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=semantics, reduction_scratch_bytes=1024
+        ),
         interpret=interpret,
         kernel_name="ragged_paged_attention",
     )(*inputs.values())

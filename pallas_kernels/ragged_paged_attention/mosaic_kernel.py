@@ -1,13 +1,13 @@
 """Body of the Mosaic GPU prefill kernel (Hopper): FlashAttention-3's roles over paged keys.
 
-Three warpgroups run in one block. The last one, the producer, reads page ids and starts one TMA copy per page into a ring of
-K and V tiles. The first two, the consumers, own 64 query rows each: S = Q K^T (wgmma), softmax, O += P V (wgmma). They
-take turns on the tensor cores: while one multiplies, the other does its softmax.
+Three warpgroups run in one block. The last one, the producer, reads page ids and starts one TMA copy per page into a
+ring of K and V tiles. The first two, the consumers, own 64 query rows each: S = Q K^T (wgmma), softmax, O += P V
+(wgmma). They take turns on the tensor cores: while one multiplies, the other does its softmax.
 
     rows of a consumer = query heads of the group (outer) x tokens (inner): row = head * tokens + token
 
-The running maximum is rounded up to an integer in base 2. Every rescaling is then by a power of two and exact, which makes
-the sum over chunks of keys have the same bits whether one block adds them up or several blocks do and XLA merges them.
+The running maximum is rounded up to an integer in base 2. Every rescaling is then by a power of two and exact, which
+makes the sum over chunks of keys have the same bits whether one block adds them up or XLA merges several blocks' parts.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Shape:
     stages: int
     consumer_registers: int
     producer_registers: int
+    overlap: bool  # scores of a tile while the values of the one before
     simulate: bool
 
     @property
@@ -91,7 +92,7 @@ def scratch(s: Shape) -> dict[str, Any]:
         "v_full": plgpu.Barrier(num_arrivals=copies, num_barriers=s.stages),
         "k_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=s.stages),
         "v_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=s.stages),
-        "turn": plgpu.Barrier(num_arrivals=CONSUMERS),
+        "turn": plgpu.Barrier(num_arrivals=1, num_barriers=CONSUMERS),
         "v_clean": plgpu.Barrier(num_arrivals=1),
     }
     return {name: ref for name, ref in refs.items() if ref is not None}
@@ -120,12 +121,18 @@ class Item:
         return jnp.maximum(self.position + self.first - (s.window - 1), 0) // s.page_size
 
 
-def my_items(s: Shape, items_ref: Any, count_ref: Any, run: Any) -> None:
-    """Run this block's items: heavy ones first, dealt back and forth over the blocks so that sums even out."""
+def my_items(s: Shape, items_ref: Any, count_ref: Any, run: Any) -> jax.Array:
+    """Run this block's items, heavy ones first, dealt back and forth over the blocks so that sums even out.
+
+    Returns the number of key tiles.
+    """
     block = lax.axis_index("block")
     total = count_ref[0]
     rounds, left = total // s.num_blocks, total % s.num_blocks
-    place = lambda r: jnp.where(r % 2 == 0, block, s.num_blocks - 1 - block)
+
+    def place(r: jax.Array) -> jax.Array:
+        return jnp.where(r % 2 == 0, block, s.num_blocks - 1 - block)
+
     rounds = rounds + jnp.where(place(rounds) < left, 1, 0)
 
     def one(r: jax.Array, done: jax.Array) -> jax.Array:
@@ -134,7 +141,7 @@ def my_items(s: Shape, items_ref: Any, count_ref: Any, run: Any) -> None:
         run(item, done)
         return done + jnp.maximum(item.end - item.begin, 0)
 
-    lax.fori_loop(0, rounds, one, jnp.int32(0))
+    return lax.fori_loop(0, rounds, one, jnp.int32(0))
 
 
 def produce(s: Shape, refs: dict[str, Any], item: Item, done: jax.Array) -> None:
@@ -178,7 +185,6 @@ def consume(s: Shape, refs: dict[str, Any], item: Item, done: jax.Array) -> None
     wg = lax.axis_index("wg")
     d, n = s.head_dim, s.tokens
     token = pl.multiple_of(item.token + wg * n, schedule.ALIGN)
-    position = item.position + wg * n
     q_smem = refs["q_smem"].at[wg]
     stage, total = refs["stage"] if s.merge_chunks else (refs["stage"], None)
     head = item.heads * s.heads_per_tile
@@ -189,15 +195,10 @@ def consume(s: Shape, refs: dict[str, Any], item: Item, done: jax.Array) -> None
         )
     plgpu.barrier_wait(refs["q_full"].at[wg])
 
-    @pl.when(item.begin < item.end)
-    def _first() -> None:
-        plgpu.barrier_wait(refs["k_full"].at[done % s.stages])
-
-    def step(index: jax.Array, carry: Any) -> Any:
-        return attend_tile(s, refs, item, carry, index=index, number=done + index - item.begin, position=position)
-
     if not s.merge_chunks:
-        acc, top, sum_ = lax.fori_loop(item.begin, item.end, step, empty(s))
+        acc, top, sum_ = lax.cond(
+            item.begin < item.end, lambda: attend(s, refs, item, item.begin, item.end, done), lambda: empty(s)
+        )
     else:
         mine = total.at[wg]
         per_chunk = s.chunk // s.block_kv
@@ -205,7 +206,7 @@ def consume(s: Shape, refs: dict[str, Any], item: Item, done: jax.Array) -> None
         def chunk(number: jax.Array, carry: Any) -> Any:
             top_before, sum_before = carry
             first, end = jnp.maximum(number * per_chunk, item.begin), jnp.minimum((number + 1) * per_chunk, item.end)
-            acc, top, sum_ = lax.fori_loop(first, end, step, empty(s))
+            acc, top, sum_ = attend(s, refs, item, first, end, done + first - item.begin)
             new_top = jnp.maximum(top_before, top)
             keep, add = jnp.exp2(top_before - new_top), jnp.exp2(top - new_top)
             acc = acc * rows(add, d)
@@ -264,24 +265,101 @@ def rows(x: jax.Array, columns: int) -> jax.Array:
     return lax.broadcast_in_dim(x, (ROWS, columns), [0])
 
 
-def attend_tile(
-    s: Shape, refs: dict[str, Any], item: Item, carry: Any, *, index: jax.Array, number: jax.Array, position: jax.Array
-) -> Any:
-    """One key tile: `index` in the row, `number` in this block's ring."""
-    acc, top, sum_ = carry
-    slot = number % s.stages
+def attend(s: Shape, refs: dict[str, Any], item: Item, first: jax.Array, end: jax.Array, done: jax.Array) -> Any:
+    """Sum over key tiles first..end-1, at least one; `done` tiles of the ring came before tile `first`.
+
+    The scores of a tile are multiplied while the values of the tile before are, and its softmax runs under the latter:
+    the tensor cores have work of this consumer even while the other one has none.
+    """
     wg = lax.axis_index("wg")
-    q_smem, k_smem, v_smem = refs["q_smem"].at[wg], refs["k_smem"].at[slot], refs["v_smem"].at[slot]
+    q_smem = refs["q_smem"].at[wg]
+
+    def slot(index: jax.Array) -> jax.Array:
+        return (done + index - first) % s.stages
+
+    def keys(index: jax.Array) -> Any:
+        return refs["k_smem"].at[slot(index)].transpose((1, 0))
+
+    def values(index: jax.Array) -> Any:
+        return refs["v_smem"].at[slot(index)]
+
+    def ready_values(index: jax.Array) -> None:
+        plgpu.barrier_wait(refs["v_full"].at[slot(index)])
+        clean_values(s, refs, item, slot(index), index * s.block_kv)
+
+    def start(index: jax.Array) -> jax.Array:
+        """Scores of the first tile, with nothing to overlap."""
+        begin_turn(refs)
+        plgpu.barrier_wait(refs["k_full"].at[slot(index)])
+
+        def multiply(ref: Any) -> jax.Array:
+            plgpu.wgmma(ref, q_smem, keys(index))
+            end_turn(refs)
+            return ref[...]
+
+        qk = pl.run_scoped(multiply, plgpu.ACC((ROWS, s.block_kv), jnp.float32))
+        plgpu.barrier_arrive(refs["k_free"].at[slot(index)])
+        return qk
+
+    def finish(index: jax.Array, acc: jax.Array, p: jax.Array) -> jax.Array:
+        """Values of the last tile."""
+        begin_turn(refs)
+        ready_values(index)
+        if s.simulate:  # the simulator has neither run_state nor wgmma with an operand in registers
+            acc = acc + jnp.dot(p, values(index)[...], preferred_element_type=jnp.float32)
+            end_turn(refs)
+        else:
+
+            def multiply(ref: Any) -> None:
+                plgpu.wgmma(ref, p, values(index))
+                end_turn(refs)
+
+            acc = pl.run_state(multiply)(plgpu.ACC.init(acc))
+        plgpu.barrier_arrive(refs["v_free"].at[slot(index)])
+        return acc
+
+    def both(index: jax.Array, carry: Any) -> Any:
+        """Scores of tile `index`, values of the tile before."""
+        acc, p, top, sum_ = carry
+        if s.simulate or not s.overlap:
+            acc = finish(index - 1, acc, p)
+            p, top, sum_, keep = softmax(s, item, start(index), top, sum_, index)
+            return acc * rows(keep, s.head_dim), p, top, sum_
+        begin_turn(refs)
+        plgpu.barrier_wait(refs["k_full"].at[slot(index)])
+
+        def multiply(state: Any) -> None:
+            acc_ref, p_ref, top_ref, sum_ref, keep_ref = state
+            p = p_ref[...]
+
+            def inner(qk_ref: Any) -> None:
+                plgpu.wgmma(qk_ref, q_smem, keys(index))
+                ready_values(index - 1)
+                plgpu.wgmma(acc_ref, p, values(index - 1))
+                end_turn(refs)
+                qk = plgpu.wgmma_accumulator_load(qk_ref, wait_n=1)
+                plgpu.barrier_arrive(refs["k_free"].at[slot(index)])
+                new = softmax(s, item, qk, top_ref[...], sum_ref[...], index)
+                p_ref[...], top_ref[...], sum_ref[...], keep_ref[...] = new
+
+            pl.run_scoped(inner, plgpu.ACC((ROWS, s.block_kv), jnp.float32))
+
+        acc, p, top, sum_, keep = pl.run_state(multiply)((plgpu.ACC.init(acc), p, top, sum_, top))
+        plgpu.barrier_arrive(refs["v_free"].at[slot(index - 1)])
+        return acc * rows(keep, s.head_dim), p, top, sum_
+
+    acc, top, sum_ = empty(s)
+    p, top, sum_, _ = softmax(s, item, start(first), top, sum_, first)
+    acc, p, top, sum_ = lax.fori_loop(first + 1, end, both, (acc, p, top, sum_))
+    return finish(end - 1, acc, p), top, sum_
+
+
+def softmax(
+    s: Shape, item: Item, qk: jax.Array, top: jax.Array, sum_: jax.Array, index: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Probabilities of one tile (not normalised), new maximum and denominator, and the factor of what came before."""
     first_key = index * s.block_kv
-
-    def scores(acc_ref: Any) -> jax.Array:
-        plgpu.wgmma(acc_ref, q_smem, k_smem.transpose((1, 0)))
-        take_turn(refs)
-        return acc_ref[...]
-
-    qk = pl.run_scoped(scores, plgpu.ACC((ROWS, s.block_kv), jnp.float32))
-    plgpu.barrier_arrive(refs["k_free"].at[slot])
-
+    position = item.position + lax.axis_index("wg") * s.tokens
     factor = s.scale * LOG2E
     if s.soft_cap is not None:
         # cap * tanh(x) = cap - 2 cap / (exp(2 x) + 1); in units of base 2. tanh.approx is too coarse for logits.
@@ -308,38 +386,17 @@ def attend_tile(
     new_top = jnp.maximum(top, lax.round(qk.max(axis=1) * factor + 0.5, lax.RoundingMethod.TO_NEAREST_EVEN))
     keep = jnp.exp2(top - new_top)
     p = jnp.exp2(qk * factor - rows(new_top, s.block_kv))
-    acc = acc * rows(keep, s.head_dim)
-    sum_ = sum_ * keep + p.sum(axis=1)
-    p = p.astype(s.dtype)
-    acc, sum_, new_top, p = lax.optimization_barrier((acc, sum_, new_top, p))
-
-    plgpu.barrier_arrive(refs["turn"])
-    plgpu.barrier_wait(refs["v_full"].at[slot])
-    clean_values(s, refs, item, slot, first_key)
-    plgpu.barrier_wait(refs["turn"])
-
-    def wait_next() -> None:
-        @pl.when(index + 1 < item.end)
-        def _wait() -> None:
-            plgpu.barrier_wait(refs["k_full"].at[(number + 1) % s.stages])
-
-    def values(acc_ref: Any) -> None:
-        plgpu.wgmma(acc_ref, p, v_smem)
-        wait_next()
-
-    if s.simulate:  # the simulator has neither run_state nor wgmma with an operand in registers
-        acc = acc + jnp.dot(p, v_smem[...], preferred_element_type=jnp.float32)
-        wait_next()
-    else:
-        acc = pl.run_state(values)(plgpu.ACC.init(acc))
-    plgpu.barrier_arrive(refs["v_free"].at[slot])
-    return acc, new_top, sum_
+    return p.astype(s.dtype), new_top, sum_ * keep + p.sum(axis=1), keep
 
 
-def take_turn(refs: dict[str, Any]) -> None:
-    """Hand the tensor cores to the other consumer and wait until it hands them back."""
-    plgpu.barrier_arrive(refs["turn"])
-    plgpu.barrier_wait(refs["turn"])
+def begin_turn(refs: dict[str, Any]) -> None:
+    """Wait until the other consumer has started its multiplications."""
+    plgpu.barrier_wait(refs["turn"].at[lax.axis_index("wg")])
+
+
+def end_turn(refs: dict[str, Any]) -> None:
+    """Let the other consumer start its multiplications."""
+    plgpu.barrier_arrive(refs["turn"].at[1 - lax.axis_index("wg")])
 
 
 def clean_values(s: Shape, refs: dict[str, Any], item: Item, slot: jax.Array, first_key: jax.Array) -> None:
@@ -413,11 +470,17 @@ def body(s: Shape, refs: dict[str, Any]) -> None:
     @pl.when(wg < CONSUMERS)
     def _consumers() -> None:
         plgpu.set_max_registers(s.consumer_registers, action="increase")
-        pl.when(wg == 1)(lambda: take_turn(refs))
+        pl.when(wg == 1)(lambda: end_turn(refs))  # the first consumer begins
         my_items(s, refs["items"], refs["count"], lambda item, done: consume(s, refs, item, done))
-        pl.when(wg == 0)(lambda: take_turn(refs))
+        pl.when(wg == 0)(lambda: begin_turn(refs))  # take the other's last signal
 
     @pl.when(wg == CONSUMERS)
     def _producer() -> None:
         plgpu.set_max_registers(s.producer_registers, action="decrease")
-        my_items(s, refs["items"], refs["count"], lambda item, done: produce(s, refs, item, done))
+        done = my_items(s, refs["items"], refs["count"], lambda item, done: produce(s, refs, item, done))
+
+        def drain(step: jax.Array, _: None) -> None:  # leave no signal unread in the barriers
+            plgpu.barrier_wait(refs["k_free"].at[step % s.stages])
+            plgpu.barrier_wait(refs["v_free"].at[step % s.stages])
+
+        lax.fori_loop(jnp.maximum(done - s.stages, 0), done, drain, None)

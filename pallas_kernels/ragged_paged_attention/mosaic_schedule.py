@@ -1,11 +1,12 @@
 """Work list of the Mosaic GPU prefill kernel, computed on the device by XLA from the row lengths.
 
-A tile is `tokens_per_tile` consecutive query tokens of one row, for one group of query heads that share a KV head. An item
-is a tile over a range of key blocks: all that it sees or, when keys are split, one chunk of them. The list is heaviest
+A tile is `tokens_per_tile` consecutive query tokens of one row, for one group of query heads that share a KV head. An
+item is a tile over a range of key blocks: all that it sees or, when keys are split, one chunk of them. Heavy items come
 first; within one weight the tiles that read the same keys are neighbours, so that they meet in the L2 cache.
 
 Tiles start at multiples of 8 tokens: a row that starts elsewhere begins with tokens of the row before, which its first
-tile computes and throws away. The tokens behind the last row form one more row without keys: its tiles write the zeros that padding must hold.
+tile computes and throws away. The tokens behind the last row form one more row without keys: its tiles write the zeros
+that padding must hold.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ class Schedule(NamedTuple):
     """Items, how many are real, and where each token's tile keeps its softmax statistics.
 
     Attributes:
-        items: int32 `[max_items, FIELDS]`: row, group of heads, first token of the tile, first and end token of the
-            row in the tile, absolute position of the tile's first token, first and end key block, slot of the statistics, chunk, kv_len.
+        items: int32 `[max_items, FIELDS]`: row, group of heads, first token of the tile, first and
+            end token of the row in the tile, absolute position of the tile's first token, first and end key block,
+            slot of the statistics, chunk, kv_len.
         count: int32 `[1]`.
         slots: int32 `[T]`: slot of the token's tile in chunk 0; chunk c is `c * num_slots` further.
         lanes: int32 `[T]`: the token's number inside its tile.
@@ -116,7 +118,10 @@ def build(
     begin, end = key_range(base[row] + jnp.maximum(first_token, lead[row]), base[row] + end_token)
     chunk_of = jnp.zeros_like(number)
     if num_chunks > 1:
-        each = lambda x: jnp.repeat(x, num_chunks, total_repeat_length=max_blocks * num_chunks)
+
+        def each(x: jax.Array) -> jax.Array:
+            return jnp.repeat(x, num_chunks, total_repeat_length=max_blocks * num_chunks)
+
         chunk_of = jnp.tile(jnp.arange(num_chunks), max_blocks)
         row, in_row, present, begin, end = each(row), each(in_row), each(present), each(begin), each(end)
         begin, end = jnp.maximum(begin, chunk_of * chunk), jnp.minimum(end, (chunk_of + 1) * chunk)
