@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
-import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from prefix_reuse.errors import IntegrityError, InvalidRequestError
-from prefix_reuse.eviction import LRU, EvictionPolicy, LeafQueue
-from prefix_reuse.hashing import Digest, as_tokens, root_key
+from prefix_reuse.hashing import as_tokens, root_key
 from prefix_reuse.index_check import check_tree
 from prefix_reuse.index_explain import explain
-from prefix_reuse.index_tree import (
-    NO_PAGES,
-    TOKEN_BYTES,
-    Node,
-    Path,
-    compact,
-    is_leaf,
-    path_pages,
-    prefix_of,
-    split,
-    subtree,
-    walk,
-)
+from prefix_reuse.index_removal import IndexRemoval
+from prefix_reuse.index_state import Undo
+from prefix_reuse.index_tree import NO_PAGES, Node, Path, compact, is_leaf, path_pages, prefix_of, split, subtree, walk
 from prefix_reuse.index_types import CommitResult, Explanation, IndexRun, IndexStats
-from prefix_reuse.lease import MissReason, PrefixMatch
+from prefix_reuse.lease import PrefixMatch
 
-MAX_TOMBSTONES = 4096
-Undo = list[Callable[[], None]]
-"""Steps that take back what an operation did, to be run last to first."""
+__all__ = ["PrefixIndex", "Undo"]
 
 
-class PrefixIndex:
+class PrefixIndex(IndexRemoval):
     """Exact index from token pages to page ids, with eviction from the leaves.
 
     The index names pages; it owns none. Whoever owns them counts one pin per entry and learns from `evict`, `remove`,
@@ -56,74 +40,6 @@ class PrefixIndex:
         >>> index.lookup([1, 2, 9, 9], b"ns").page_ids
         array([7], dtype=int32)
     """
-
-    def __init__(
-        self,
-        page_size: int,
-        *,
-        max_entries: int | None = None,
-        policy: EvictionPolicy | None = None,
-        digest: Digest | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        max_soft_pinned: int | None = None,
-    ) -> None:
-        if page_size < 1 or (max_entries is not None and max_entries < 1):
-            raise InvalidRequestError(f"page_size={page_size} and max_entries={max_entries} must be at least 1")
-        self.page_size = page_size
-        self.max_entries = max_entries
-        self.policy = policy if policy is not None else LRU()
-        self.max_soft_pinned = max_entries // 2 if max_soft_pinned is None and max_entries else max_soft_pinned
-        self._digest = digest
-        self._clock = clock
-        self._step = TOKEN_BYTES * page_size
-        self._roots: dict[bytes, Node] = {}
-        serial = itertools.count(1)
-        self._leaves = LeafQueue(self.policy, clock, serial)
-        self._soft_leaves = LeafQueue(self.policy, clock, serial)
-        self._busy: Callable[[np.ndarray], np.ndarray] | None = None
-        self._tick = 0
-        self._splits = 0
-        self._families = 0
-        self._tombstones: OrderedDict[tuple[int, int, bytes], None] = OrderedDict()
-        self._entries = self._soft_pinned = 0
-        self._hits = self._misses = self._lookup_tokens = self._matched_tokens = 0
-        self._inserted = self._evicted = self._removed = self._compared = self._invalidations = 0
-
-    def __len__(self) -> int:
-        """Pages indexed now."""
-        return self._entries
-
-    def bind_busy(self, busy: Callable[[np.ndarray], np.ndarray]) -> None:
-        """Let the owner of the pages say which of them are in use (nonzero): those are never evicted.
-
-        Raises:
-            InvalidRequestError: another owner is bound already.
-        """
-        if self._busy is not None and self._busy != busy:
-            raise InvalidRequestError("this index already belongs to another store; give each store its own")
-        self._busy = busy
-
-    # Lookup
-
-    def peek(self, tokens: Any, namespace: bytes) -> PrefixMatch:
-        """Longest cached prefix, without any side effect (recency and counters included).
-
-        Args:
-            tokens: int32 [T]; other integer sequences are converted. Empty gives no match.
-            namespace: digest of the namespace.
-        """
-        tokens = as_tokens(tokens)
-        full = len(tokens) // self.page_size
-        if full == 0:
-            return PrefixMatch(NO_PAGES, 0, MissReason.TOO_SHORT if len(tokens) else MissReason.EMPTY)
-        root = self._roots.get(namespace)
-        if root is None:
-            return PrefixMatch(NO_PAGES, 0, MissReason.NOT_CACHED)
-        data = memoryview(tokens).cast("B")
-        path = walk(root, data, full, self._step, self._splits)
-        count = path.num_pages
-        reason = MissReason.NONE if count == full else self._reason(root, path, data)
-        return PrefixMatch(path_pages(path), count, reason, path)
 
     def lookup(self, tokens: Any, namespace: bytes) -> PrefixMatch:
         """Longest cached prefix; refreshes the recency of exactly the matched pages and counts a hit or a miss."""
@@ -166,15 +82,6 @@ class PrefixIndex:
             node.hits += hits
             node.touched_at = now
         return nodes[-1] if nodes else None
-
-    def _reason(self, root: Node, path: Path, data: memoryview) -> str:
-        node = path.partial or (path.nodes[-1] if path.nodes else root)
-        at = path.num_pages * self._step
-        if self._tombstones and (node.family, path.num_pages, bytes(data[at : at + self._step])) in self._tombstones:
-            return MissReason.EVICTED
-        return MissReason.DIFFERENT if path.partial is not None or node.children else MissReason.NOT_CACHED
-
-    # Commit
 
     def commit(
         self,
@@ -224,6 +131,7 @@ class PrefixIndex:
         if new and self.max_entries is not None and self._entries + new > self.max_entries:
             evicted = self.evict(self._entries + new - self.max_entries, keep=last, undo=undo)
             new = min(new, self.max_entries - self._entries)
+            self._roots[namespace] = root  # in case the eviction emptied this very namespace
         if new <= 0:
             if not root.children:
                 self._roots.pop(namespace, None)
@@ -299,214 +207,6 @@ class PrefixIndex:
         else:
             node.digests.extend(digests)
         return digests
-
-    def _new_root(self, namespace: bytes) -> Node:
-        self._families += 1
-        root = self._roots[namespace] = Node(None, b"", namespace, NO_PAGES, 0)  # a root's tokens are its name
-        root.family = self._families
-        return root
-
-    # Eviction
-
-    def evict(self, n: int, *, keep: Node | None = None, undo: Undo | None = None) -> np.ndarray:
-        """Drop up to `n` entries, coldest leaf first and from its tail; pages in use are passed over.
-
-        Returns:
-            int32, the page ids that lost their entry; fewer than `n` if the rest is in use or carries such pages.
-        """
-        out: list[np.ndarray] = []
-        count = 0
-        for leaves in (self._leaves, self._soft_leaves):
-            passed: list[Node] = []
-            leaves.start()
-            while count < n and (node := leaves.pop()) is not None:
-                want = min(n - count, node.num_pages)
-                free = 0 if node is keep else self._free_tail(node, want)
-                if free:
-                    out.append(node.page_ids[node.num_pages - free :])
-                    self._cut(node, free, undo)
-                    count += free
-                if node.num_pages:
-                    passed.append(node)  # stays in the order, but not in the way of this call
-            for node in passed:
-                leaves.add(node)
-        self._evicted += count
-        if undo is not None and count:
-            undo.append(lambda: self._add_evicted(-count))
-        return NO_PAGES if not out else out[0] if len(out) == 1 else np.concatenate(out)
-
-    def _add_evicted(self, count: int) -> None:
-        self._evicted += count
-
-    def _free_tail(self, node: Node, want: int) -> int:
-        """How many of the last `want` pages may go: those behind the last page in use."""
-        if self._busy is None:
-            return want
-        in_use = self._busy(node.page_ids[node.num_pages - want :]).nonzero()[0]
-        return want - (int(in_use[-1]) + 1 if in_use.size else 0)
-
-    def _cut(self, node: Node, pages: int, undo: Undo | None) -> None:
-        """Take the last `pages` pages off a leaf, and the leaf off the tree when nothing is left of it."""
-        if undo is not None:
-            undo.append(self._undo_cut(node))
-        left = node.num_pages - pages
-        self._entries -= pages
-        if node.soft_pinned:
-            self._soft_pinned -= pages
-        self._bury(node, left)
-        node.page_ids = node.page_ids[:left]
-        node.num_pages = left
-        if left == 0:
-            self._unlink(node)
-        elif undo is None:
-            compact(node, self._step)
-
-    def _undo_cut(self, node: Node) -> Callable[[], None]:
-        parent, ids, pages = node.parent, node.page_ids, node.num_pages
-        assert parent is not None
-
-        def restore() -> None:
-            back = pages - node.num_pages
-            if node.num_pages == 0:
-                node.parent = parent
-                if parent.children is None:
-                    parent.children = {}
-                parent.children[node.key] = node
-                if parent.is_root:
-                    self._roots[parent.tokens] = parent
-            node.num_pages, node.page_ids = pages, ids
-            self._entries += back
-            if node.soft_pinned:
-                self._soft_pinned += back
-            self._tombstones.popitem()
-            if is_leaf(node):
-                self._queue(node).renew(node)
-
-        return restore
-
-    def _bury(self, node: Node, left: int) -> None:
-        """Remember where an evicted page was, so that a later miss there can say so."""
-        first = node.tokens[left * self._step : (left + 1) * self._step]
-        family = node.family if left or node.parent is None else node.parent.family
-        self._tombstones[family, node.start + left, first] = None
-        if len(self._tombstones) > MAX_TOMBSTONES:
-            self._tombstones.popitem(last=False)
-
-    def _unlink(self, node: Node) -> None:
-        parent = node.parent
-        assert parent is not None
-        assert parent.children is not None
-        del parent.children[node.key]
-        node.parent = None
-        if parent.children:
-            return
-        parent.children = None
-        if parent.is_root:
-            self._roots.pop(parent.tokens, None)
-        else:
-            self._queue(parent).add(parent)
-
-    def _queue(self, node: Node) -> LeafQueue:
-        return self._soft_leaves if node.soft_pinned else self._leaves
-
-    def remove(self, page_id: int) -> np.ndarray:
-        """Drop the entry that names `page_id` and everything that hangs below it, used or not.
-
-        Returns:
-            int32, the page ids that lost their entry; empty if no entry names the page.
-        """
-        for root in self._roots.values():
-            for node in subtree(root):
-                at = np.flatnonzero(node.page_ids == page_id)
-                if at.size:
-                    return self._remove_from(node, int(at[0]))
-        return NO_PAGES
-
-    def _remove_from(self, node: Node, left: int) -> np.ndarray:
-        below = list(subtree(node))
-        ids = np.concatenate([node.page_ids[left:], *(n.page_ids for n in below[1:])])
-        soft = sum(n.num_pages for n in below[1:] if n.soft_pinned) + (node.num_pages - left) * node.soft_pinned
-        for child in below[1:]:
-            child.parent, child.children = None, None
-        self._bury(node, left)
-        node.children = None
-        node.page_ids, node.num_pages = node.page_ids[:left], left
-        self._entries -= len(ids)
-        self._soft_pinned -= soft
-        self._removed += len(ids)
-        if left == 0:
-            self._unlink(node)
-        else:
-            compact(node, self._step)
-            self._queue(node).add(node)
-        return ids
-
-    def clear(self, namespace: bytes | None = None) -> np.ndarray:
-        """Drop every entry of a namespace, or of all; counts one invalidation.
-
-        Returns:
-            int32, the page ids that lost their entry.
-        """
-        names = list(self._roots) if namespace is None else [namespace] if namespace in self._roots else []
-        ids = [NO_PAGES]
-        for name in names:
-            for node in list(subtree(self._roots.pop(name))):
-                ids.append(node.page_ids)
-                if node.soft_pinned:
-                    self._soft_pinned -= node.num_pages
-                node.parent, node.children, node.tokens = None, None, b""
-        out = np.concatenate(ids)
-        self._entries -= len(out)
-        self._removed += len(out)
-        self._invalidations += 1
-        if namespace is None:
-            self._leaves.clear()
-            self._soft_leaves.clear()
-            self._tombstones.clear()
-        return out
-
-    # Soft pins
-
-    def soft_pin(self, tokens: Any, namespace: bytes, pinned: bool = True) -> int:
-        """Let the cached beginning of `tokens` be evicted last (or, with `pinned=False`, in its turn again).
-
-        A soft pin cannot wedge the pool: soft-pinned pages still go when nothing else can, and at most
-        `max_soft_pinned` pages are pinned (from the front).
-
-        Returns:
-            Pages whose pin was changed by this call.
-        """
-        match = self.peek(tokens, namespace)
-        if match.path is None:
-            return 0
-        nodes = list(match.path.nodes)
-        if match.path.partial_pages:
-            nodes.append(self._split_at(match.path.partial, match.path.partial_pages))
-        changed = 0
-        for node in nodes if pinned else reversed(nodes):
-            if node.soft_pinned == pinned:
-                continue
-            if pinned and self.max_soft_pinned is not None:
-                room = self.max_soft_pinned - self._soft_pinned
-                if room <= 0:
-                    break
-                node = self._split_at(node, min(room, node.num_pages))
-            node.soft_pinned = pinned
-            changed += node.num_pages
-            self._soft_pinned += node.num_pages if pinned else -node.num_pages
-            if is_leaf(node):
-                self._queue(node).renew(node)
-            else:
-                node.record = 0  # a record in the other queue is void
-        return changed
-
-    def _split_at(self, node: Node, pages: int) -> Node:
-        if pages == node.num_pages:
-            return node
-        self._splits += 1
-        return split(node, pages, self._step)
-
-    # Looking inside
 
     def __iter__(self) -> Iterator[IndexRun]:
         """Runs of pages, parents before children."""

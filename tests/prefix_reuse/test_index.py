@@ -137,6 +137,20 @@ def test_a_chain_longer_than_the_limit_leaves_a_usable_prefix():
     index.check_integrity()
 
 
+def test_a_commit_may_evict_all_that_its_namespace_held():
+    """B6: found by the state machine: the root of the namespace survives its last entry."""
+    index = PrefixIndex(4, max_entries=2)
+    index.commit(seq(1, 8), ids(0, 1), NS)
+    undo = []
+    assert sorted(index.commit(seq(101, 108), ids(2, 3), NS, undo=undo).evicted.tolist()) == [0, 1]
+    index.check_integrity()
+    assert index.peek(seq(101, 108), NS).page_ids.tolist() == [2, 3]
+    for step in reversed(undo):
+        step()
+    index.check_integrity()
+    assert hit(index, seq(1, 8)) == [0, 1]
+
+
 def test_only_what_matched_is_refreshed():
     """B6: a partial match of a run leaves the rest of the run as cold as it was."""
     index = PrefixIndex(4)

@@ -1,0 +1,190 @@
+"""Removal: eviction from the leaves, forced removal of subtrees, invalidation, and soft pins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from prefix_reuse.index_state import IndexState, Undo
+from prefix_reuse.index_tree import NO_PAGES, Node, compact, is_leaf, subtree
+
+MAX_TOMBSTONES = 4096
+
+
+class IndexRemoval(IndexState):
+    """The part of `PrefixIndex` that drops entries."""
+
+    def evict(self, n: int, *, keep: Node | None = None, undo: Undo | None = None) -> np.ndarray:
+        """Drop up to `n` entries, coldest leaf first and from its tail; pages in use are passed over.
+
+        Returns:
+            int32, the page ids that lost their entry; fewer than `n` if the rest is in use or carries such pages.
+        """
+        out: list[np.ndarray] = []
+        count = 0
+        for leaves in (self._leaves, self._soft_leaves):
+            passed: list[Node] = []
+            leaves.start()
+            while count < n and (node := leaves.pop()) is not None:
+                want = min(n - count, node.num_pages)
+                free = 0 if node is keep else self._free_tail(node, want)
+                if free:
+                    out.append(node.page_ids[node.num_pages - free :])
+                    self._cut(node, free, undo)
+                    count += free
+                if node.num_pages:
+                    passed.append(node)  # stays in the order, but not in the way of this call
+            for node in passed:
+                leaves.add(node)
+        self._evicted += count
+        if undo is not None and count:
+            undo.append(lambda: self._add_evicted(-count))
+        return NO_PAGES if not out else out[0] if len(out) == 1 else np.concatenate(out)
+
+    def _add_evicted(self, count: int) -> None:
+        self._evicted += count
+
+    def _free_tail(self, node: Node, want: int) -> int:
+        """How many of the last `want` pages may go: those behind the last page in use."""
+        if self._busy is None:
+            return want
+        in_use = self._busy(node.page_ids[node.num_pages - want :]).nonzero()[0]
+        return want - (int(in_use[-1]) + 1 if in_use.size else 0)
+
+    def _cut(self, node: Node, pages: int, undo: Undo | None) -> None:
+        """Take the last `pages` pages off a leaf, and the leaf off the tree when nothing is left of it."""
+        if undo is not None:
+            undo.append(self._undo_cut(node))
+        left = node.num_pages - pages
+        self._entries -= pages
+        if node.soft_pinned:
+            self._soft_pinned -= pages
+        self._bury(node, left)
+        node.page_ids = node.page_ids[:left]
+        node.num_pages = left
+        if left == 0:
+            self._unlink(node)
+        elif undo is None:
+            compact(node, self._step)
+
+    def _undo_cut(self, node: Node) -> Callable[[], None]:
+        parent, ids, pages = node.parent, node.page_ids, node.num_pages
+        assert parent is not None
+
+        def restore() -> None:
+            back = pages - node.num_pages
+            if node.num_pages == 0:
+                node.parent = parent
+                if parent.children is None:
+                    parent.children = {}
+                parent.children[node.key] = node
+                if parent.is_root:
+                    self._roots[parent.tokens] = parent
+            node.num_pages, node.page_ids = pages, ids
+            self._entries += back
+            if node.soft_pinned:
+                self._soft_pinned += back
+            self._tombstones.popitem()
+            if is_leaf(node):
+                self._queue(node).renew(node)
+
+        return restore
+
+    def _bury(self, node: Node, left: int) -> None:
+        """Remember where an evicted page was, so that a later miss there can say so."""
+        first = node.tokens[left * self._step : (left + 1) * self._step]
+        family = node.family if left or node.parent is None else node.parent.family
+        self._tombstones[family, node.start + left, first] = None
+        if len(self._tombstones) > MAX_TOMBSTONES:
+            self._tombstones.popitem(last=False)
+
+    def remove(self, page_id: int) -> np.ndarray:
+        """Drop the entry that names `page_id` and everything that hangs below it, used or not.
+
+        Returns:
+            int32, the page ids that lost their entry; empty if no entry names the page.
+        """
+        for root in self._roots.values():
+            for node in subtree(root):
+                at = np.flatnonzero(node.page_ids == page_id)
+                if at.size:
+                    return self._remove_from(node, int(at[0]))
+        return NO_PAGES
+
+    def _remove_from(self, node: Node, left: int) -> np.ndarray:
+        below = list(subtree(node))
+        ids = np.concatenate([node.page_ids[left:], *(n.page_ids for n in below[1:])])
+        soft = sum(n.num_pages for n in below[1:] if n.soft_pinned) + (node.num_pages - left) * node.soft_pinned
+        for child in below[1:]:
+            child.parent, child.children = None, None
+        self._bury(node, left)
+        node.children = None
+        node.page_ids, node.num_pages = node.page_ids[:left], left
+        self._entries -= len(ids)
+        self._soft_pinned -= soft
+        self._removed += len(ids)
+        if left == 0:
+            self._unlink(node)
+        else:
+            compact(node, self._step)
+            self._queue(node).add(node)
+        return ids
+
+    def clear(self, namespace: bytes | None = None) -> np.ndarray:
+        """Drop every entry of a namespace, or of all; counts one invalidation.
+
+        Returns:
+            int32, the page ids that lost their entry.
+        """
+        names = list(self._roots) if namespace is None else [namespace] if namespace in self._roots else []
+        ids = [NO_PAGES]
+        for name in names:
+            for node in list(subtree(self._roots.pop(name))):
+                ids.append(node.page_ids)
+                if node.soft_pinned:
+                    self._soft_pinned -= node.num_pages
+                node.parent, node.children, node.tokens = None, None, b""
+        out = np.concatenate(ids)
+        self._entries -= len(out)
+        self._removed += len(out)
+        self._invalidations += 1
+        if namespace is None:
+            self._leaves.clear()
+            self._soft_leaves.clear()
+            self._tombstones.clear()
+        return out
+
+    def soft_pin(self, tokens: Any, namespace: bytes, pinned: bool = True) -> int:
+        """Let the cached beginning of `tokens` be evicted last (or, with `pinned=False`, in its turn again).
+
+        A soft pin cannot wedge the pool: soft-pinned pages still go when nothing else can, and at most
+        `max_soft_pinned` pages are pinned (from the front).
+
+        Returns:
+            Pages whose pin was changed by this call.
+        """
+        match = self.peek(tokens, namespace)
+        if match.path is None:
+            return 0
+        nodes = list(match.path.nodes)
+        if match.path.partial_pages:
+            nodes.append(self._split_at(match.path.partial, match.path.partial_pages))
+        changed = 0
+        for node in nodes if pinned else reversed(nodes):
+            if node.soft_pinned == pinned:
+                continue
+            if pinned and self.max_soft_pinned is not None:
+                room = self.max_soft_pinned - self._soft_pinned
+                if room <= 0:
+                    break
+                node = self._split_at(node, min(room, node.num_pages))
+            node.soft_pinned = pinned
+            changed += node.num_pages
+            self._soft_pinned += node.num_pages if pinned else -node.num_pages
+            if is_leaf(node):
+                self._queue(node).renew(node)
+            else:
+                node.record = 0  # a record in the other queue is void
+        return changed
