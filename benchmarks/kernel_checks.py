@@ -67,8 +67,8 @@ def inputs(rng, H, K, D, S, dtype, q_lens):
     return jnp.asarray(q, dtype), jnp.asarray(kv, dtype), table
 
 
-def run(implementations, report) -> bool:
-    """All cases of both attention ops; returns whether all passed."""
+def run(implementations, ops, report) -> bool:
+    """All cases of `ops` ("decode", "prefill"); returns whether all passed. Cases without a kernel count as passed."""
     rng = np.random.default_rng(0)
     good = True
     for H, K, D, S, options in CASES:
@@ -78,7 +78,7 @@ def run(implementations, report) -> bool:
             sinks = rng.normal(size=H) if options.get("sinks") else None
             opts = {**options, "sinks": None if sinks is None else jnp.asarray(sinks, jnp.float32)}
             lens = jnp.asarray(KV_LENS, jnp.int32)
-            for op in ("decode", "prefill"):
+            for op in ops:
                 B = len(KV_LENS)
                 offsets = np.arange(B + 1) if op == "decode" else np.cumsum([0, *Q_LENS])
                 queries = numbers[0][:B] if op == "decode" else numbers[0]
@@ -101,7 +101,7 @@ def run(implementations, report) -> bool:
                 for name in implementations:
                     error = errors[name]
                     bar = 1e-5 if dtype == jnp.float32 else 2 * errors["reference"]
-                    passed = isinstance(error, float) and error <= bar
+                    passed = error <= bar if isinstance(error, float) else error.startswith("NotImplementedError")
                     good &= passed
                     label = f"{name} {jnp.dtype(dtype).name} {options}"
                     report(f"check {op}", [H, K, D, S], label, {"error": error, "bar": bar, "passed": passed})

@@ -28,7 +28,8 @@ import numpy as np
 
 import pallas_kernels as pk
 
-SHORT, LONG, REPEATS = 4, 16, 7
+INNER, SHORT, LONG, REPEATS = 8, 1, 3, 7
+PLAIN: dict[str, Any] = {"window": None, "sinks": None, "soft_cap": None, "return_lse": False}
 # B, H, K, D, context, page, shared tokens (peer only)
 DECODE = [
     [64, 32, 8, 128, 8192, 16, 7168],
@@ -45,11 +46,27 @@ PREFILL = [
     [1, 32, 8, 128, 32768, 64, 64],
     [1, 32, 8, 128, 0, 8192, 64],
 ]
-DECODE_CONFIGS: list[dict[str, int]] = [
-    {"block": block, "split": split, "num_warps": warps, "num_stages": stages}
-    for block, warps, stages in [(64, 2, 4), (64, 4, 4), (64, 2, 3), (128, 4, 3), (32, 2, 4)]
-    for split in (512, 1024, 2048)
-]
+DECODE_CONFIGS: dict[str, list[dict[str, int]]] = {
+    "triton": [
+        {"block": block, "split": split, "num_warps": warps, "num_stages": stages}
+        for block, split, warps, stages in [
+            (64, 1024, 2, 4),
+            (64, 2048, 2, 4),
+            (64, 2048, 4, 4),
+            (64, 2048, 2, 3),
+            (128, 2048, 4, 3),
+            (64, 512, 2, 4),
+        ]
+    ],
+    "mosaic_gpu": [
+        {"block": 64, "split": 1024, "stages": 5},
+        {"block": 64, "split": 2048, "stages": 5},
+        {"block": 64, "split": 512, "stages": 5},
+        {"block": 64, "split": 2048, "stages": 3},
+        {"block": 128, "split": 2048, "stages": 2},
+        {"block": 128, "split": 2048, "stages": 4},
+    ],
+}
 PREFILL_CONFIGS = [
     {"block_q": block_q, "block_k": block_k, "num_warps": warps, "num_stages": stages}
     for block_q, block_k, warps, stages in [
@@ -59,7 +76,7 @@ PREFILL_CONFIGS = [
         (64, 64, 4, 3),
         (128, 32, 4, 4),
         (128, 128, 8, 3),
-    ]  # fmt: skip
+    ]
 ]
 
 
@@ -73,36 +90,41 @@ def make_pool(key, B, K, D, ctx, S, dtype=jnp.bfloat16, min_bytes=300 << 20):
     """Random pool of as many layers as exceed the L2 several times, and a shuffled table."""
     M = -(-ctx // S)
     layer_bytes = B * M * K * 2 * S * D * jnp.dtype(dtype).itemsize
-    L = min(LONG, max(1, -(-min_bytes // layer_bytes)))
+    L = min(16, max(1, -(-min_bytes // layer_bytes)))
     shape = pk.pool_shape(L, B * M, S, K, D)
     pool = jax.jit(lambda key: jax.random.normal(key, shape, dtype))(key)
     table = np.random.default_rng(0).permutation(B * M).astype(np.int32).reshape(B, M)
     return pool, jnp.asarray(table)
 
 
-def compile_chains(call, args):
-    """Compiled chains of SHORT and LONG calls; `call(q, i, *args)` returns the next q."""
+def compile_chain(call, args):
+    """One program that runs `n * INNER` calls, n traced; `call(q, layer, *args)` returns the next q.
 
-    def chain(n, q, *rest):
-        for i in range(n):
-            q = call(q, i, *rest)
-        return q
+    The inner loop's length is static: only the outer one, once in `INNER` calls, waits for the host to see its end.
+    """
 
-    return [jax.jit(functools.partial(chain, n)).lower(*args).compile() for n in (SHORT, LONG)]
+    def chain(n, q, pool, *rest):
+        layers = pool.shape[0]
+
+        def inner(i, q):
+            return call(q, jnp.int32(i % layers), pool, *rest)
+
+        return jax.lax.fori_loop(0, n, lambda _, q: jax.lax.fori_loop(0, INNER, inner, q), q)
+
+    return jax.jit(chain).lower(jnp.int32(1), *args).compile()
 
 
-def time_chains(chains, args) -> dict[str, float]:
-    """Milliseconds per call: median and spread of paired differences."""
+def time_chain(chain, args) -> dict[str, float]:
+    """Milliseconds per call: median and spread of the differences between LONG and SHORT rounds."""
     times = []
-    for chain in chains:
-        jax.block_until_ready(chain(*args))
+    jax.block_until_ready(chain(jnp.int32(SHORT), *args))
     for _ in range(REPEATS):
         pair = []
-        for chain in chains:
+        for rounds in (SHORT, LONG):
             start = time.perf_counter()
-            jax.block_until_ready(chain(*args))
+            jax.block_until_ready(chain(jnp.int32(rounds), *args))
             pair.append(time.perf_counter() - start)
-        times.append((pair[1] - pair[0]) / (LONG - SHORT) * 1e3)
+        times.append((pair[1] - pair[0]) / ((LONG - SHORT) * INNER) * 1e3)
     times.sort()
     return {"ms": statistics.median(times), "ms_min": times[0], "ms_max": times[-1]}
 
@@ -110,12 +132,12 @@ def time_chains(chains, args) -> dict[str, float]:
 def sweep(name, shape, calls, args, report):
     """Compiles all `(label, call)` in parallel, times them one by one, keeps what failed as an error."""
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
-        futures = {label: pool.submit(compile_chains, call, args) for label, call in calls.items()}
+        futures = {label: pool.submit(compile_chain, call, args) for label, call in calls.items()}
     for label, future in futures.items():
         try:
-            chains = future.result()
-            row = time_chains(chains, args)
-            memory = chains[0].memory_analysis()
+            chain = future.result()
+            row = time_chain(chain, args)
+            memory = chain.memory_analysis()
             row["temp_bytes"] = memory.temp_size_in_bytes if memory else -1
         except Exception as error:
             row = {"error": repr(error)[:300]}
@@ -131,9 +153,8 @@ def run_decode(shape, configs, implementations, report):
     for name in implementations:
         kernel = kernel_of("paged_decode_attention", name)
 
-        def call(q, i, pool, table, lens, config=None, kernel=kernel):
-            layer = jnp.int32(i % pool.shape[0])
-            options = dict(scale=D**-0.5, window=None, sinks=None, soft_cap=None, return_lse=False, layer=layer)
+        def call(q, layer, pool, table, lens, config=None, kernel=kernel):
+            options = {**PLAIN, "scale": D**-0.5, "layer": layer}
             return kernel(q, pool, table, lens, config=config, **options)[0]
 
         for config in configs.get(name, [None]):
@@ -151,10 +172,10 @@ def run_prefill(shape, configs, implementations, report):
     for name in implementations:
         kernel = kernel_of("ragged_paged_attention", name)
 
-        def call(q, i, pool, table, offsets, lens, config=None, kernel=kernel):
-            options = dict(scale=D**-0.5, window=None, sinks=None, soft_cap=None, return_lse=False)
+        def call(q, layer, pool, table, offsets, lens, config=None, kernel=kernel):
+            options = {**PLAIN, "scale": D**-0.5}
             options |= {} if config is None else {"config": config}
-            return kernel(q, pool, table, offsets, lens, layer=jnp.int32(i % pool.shape[0]), **options)[0]
+            return kernel(q, pool, table, offsets, lens, layer=layer, **options)[0]
 
         for config in configs.get(name, [None]):
             calls[f"{name} {json.dumps(config)}"] = functools.partial(call, config=config)
@@ -223,6 +244,7 @@ def main() -> None:
     parser.add_argument("--peer", action="store_true", help="time FlashInfer too")
     parser.add_argument("--only", default="decode,prefill,append,copy")
     parser.add_argument("--implementations", default="triton")
+    parser.add_argument("--plain-peer", action="store_true", help="leave out the peer's shared-prefix kernels")
     parser.add_argument("--rows", type=int, default=None, help="only the first rows of each op")
     options = parser.parse_args()
     only, names = options.only.split(","), options.implementations.split(",")
@@ -236,16 +258,18 @@ def main() -> None:
         print(op, shape, label, text, flush=True)
         options.out.write_text(json.dumps(result, indent=1))
 
+    if options.plain_peer:
+        decode = [[*shape[:6], 0] for shape in decode]
     peer = [sys.executable, str(Path(__file__).with_name("flashinfer_peer.py")), f"{options.out}.peer"]
     peer += [json.dumps(decode if "decode" in only else []), json.dumps(prefill if "prefill" in only else [])]
     compiling = subprocess.Popen([*peer, "--compile"]) if options.peer else None
     if options.check:
         import kernel_checks
 
-        kernel_checks.run(names, report)
+        kernel_checks.run(names, [op for op in ("decode", "prefill") if op in only], report)
     if compiling is not None:
         compiling.wait(timeout=240)
-    decode_configs = {"triton": DECODE_CONFIGS} if options.tune else {}
+    decode_configs = DECODE_CONFIGS if options.tune else {}
     prefill_configs = {"triton": PREFILL_CONFIGS} if options.tune else {}
     for shape in decode if "decode" in only else []:
         run_decode(shape, decode_configs, names, report)
