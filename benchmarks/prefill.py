@@ -109,9 +109,9 @@ def time_ours(case: tuple[int, ...], config: dict[str, Any], *, repeats: int = 5
 
 def time_peer(case: tuple[int, ...]) -> dict[str, Any]:
     """FlashInfer's paged prefill, FA3 and FA2: milliseconds, plan not counted."""
-    import flashinfer
-    import torch
-    from triton.testing import do_bench
+    import flashinfer  # pyright: ignore[reportMissingImports]
+    import torch  # pyright: ignore[reportMissingImports]
+    from triton.testing import do_bench  # pyright: ignore[reportMissingImports]
 
     rows, heads, kv_heads, dim, cached, new, page = case
     columns = -(-(cached + new) // page)
@@ -154,7 +154,9 @@ def check() -> list[str]:
         results = {}
         for name, config in (("whole", {"split": False}), ("split", {"split": True}), ("one", {"chunk": 1 << 20})):
             run = jax.jit(
-                lambda *a, c=config, k=keywords: mosaic_gpu.ragged_paged_attention(*a, layer=1, config=c, **k)
+                lambda *a, c=config, k=keywords: mosaic_gpu.ragged_paged_attention(
+                    *a, layer=jnp.int32(1), config=c, **k
+                )
             )
             results[name] = [np.asarray(x, np.float64) for x in run(q, kv, table, offsets, kl)]
         ref = reference.ragged_paged_attention(q, kv, table, offsets, kl, layer=jnp.int32(1), **keywords)
@@ -174,7 +176,7 @@ def check() -> list[str]:
     # One row alone, in a batch, and in two pieces cut at a page edge.
     rng = np.random.default_rng(9)
     q, kv, table, offsets, kl = ragged(rng, [(200, 3000), (333, 4000)], 32, 8, 128, 64, jnp.bfloat16)
-    run = jax.jit(lambda *a: mosaic_gpu.ragged_paged_attention(*a, layer=1, **options(128))[0])
+    run = jax.jit(lambda *a: mosaic_gpu.ragged_paged_attention(*a, layer=jnp.int32(1), **options(128))[0])
     both = np.asarray(run(q, kv, table, offsets, kl), np.float32)
     alone = np.asarray(run(q[200:533], kv, table[1:], jnp.array([0, 333], jnp.int32), kl[1:]), np.float32)
     a = run(q[200:373], kv, table[1:], jnp.array([0, 173], jnp.int32), jnp.array([3840], jnp.int32))

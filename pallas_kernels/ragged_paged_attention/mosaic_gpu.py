@@ -173,7 +173,7 @@ def ragged_paged_attention(
         "q": jnp.pad(q, ((0, max(tokens, -(-num_tokens // 8) * 8) - num_tokens), (0, 0), (0, 0))),
         "kv": kv_pages.reshape(num_layers * pages_per_layer * num_kv_heads * 2 * page_size, head_dim),
     }
-    if shape.has_sinks:
+    if shape.has_sinks and sinks is not None:
         inputs["sink_top"], inputs["sink_sum"] = (
             jnp.repeat(x.reshape(head_groups, packed), tokens, axis=1) for x in sink_state(sinks)
         )

@@ -18,12 +18,13 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.experimental.pallas.mosaic_gpu as mosaic_gpu_module
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ragged_paged_attention import mosaic_schedule as schedule
 
+plgpu: Any = mosaic_gpu_module  # its annotations call concrete transforms abstract and accumulators no arrays
 LOG2E = math.log2(math.e)
 EMPTY_TOP = -1e30  # maximum of no keys; finite, so that differences are never inf - inf
 ROWS = 64  # query rows of one consumer: M of one wgmma
@@ -186,7 +187,7 @@ def consume(s: Shape, refs: dict[str, Any], item: Item, done: jax.Array) -> None
     d, n = s.head_dim, s.tokens
     token = pl.multiple_of(item.token + wg * n, schedule.ALIGN)
     q_smem = refs["q_smem"].at[wg]
-    stage, total = refs["stage"] if s.merge_chunks else (refs["stage"], None)
+    stage, total = refs["stage"] if s.merge_chunks else (refs["stage"], refs["stage"])
     head = item.heads * s.heads_per_tile
 
     for g in range(s.heads_per_tile):
