@@ -75,7 +75,8 @@ def update(
     logits = dot(q, k, contract=(q.ndim - 1, k.ndim - 1), batch=batch) * scale
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
-    logits = jnp.where(visible, logits, -jnp.inf)
+    # Materialised, or XLA computes mask (and tanh) twice, for the maximum and for the exponential.
+    logits = jax.lax.optimization_barrier(jnp.where(visible, logits, -jnp.inf))
     top = jnp.maximum(state.top, jnp.max(logits, axis=-1, keepdims=True))
     finite_top = jnp.where(jnp.isneginf(top), 0.0, top)  # no key seen yet: -inf minus -inf would be NaN
     weights = jnp.exp(logits - finite_top)

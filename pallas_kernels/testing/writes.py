@@ -29,6 +29,7 @@ def temp_share(function: Any, *arguments: Any) -> float:
     """Temporary memory of the compiled function, whose first argument is donated, as a share of that argument."""
     compiled = jax.jit(function, donate_argnums=0).lower(*arguments).compile()
     memory = compiled.memory_analysis()
+    assert memory is not None
     pool_bytes = arguments[0].size * arguments[0].dtype.itemsize
     assert memory.alias_size_in_bytes >= pool_bytes, "the pool is not aliased with the result"
     return memory.temp_size_in_bytes / pool_bytes

@@ -1,0 +1,89 @@
+"""Choice of implementation: counted, visible, and by the table."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_kernels
+from pallas_kernels import dispatch, layout
+
+POOL = jnp.zeros(layout.pool_shape(1, 3, 16, 2, 64))
+IDS = jnp.zeros(1, jnp.int32)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_counts() -> Iterator[None]:
+    dispatch.reset_dispatch_report()
+    yield
+    dispatch.reset_dispatch_report()
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_platform", lambda: "gpu")
+    monkeypatch.setitem(dispatch.PREFERENCE, "gather_pages", ("copy_pages", ("triton", "reference")))
+
+
+def _install(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
+    module = types.ModuleType("pallas_kernels.copy_pages.triton")
+    setattr(module, "gather_pages", function)  # noqa: B010
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="states what happens on CPU")
+def test_on_cpu_the_reference_runs_without_a_fallback() -> None:
+    pallas_kernels.gather_pages(POOL, IDS)
+    assert pallas_kernels.dispatch_report() == {"gather_pages": {"reference": 1, "fallback_reasons": {}}}
+
+
+def test_choice_is_made_once_per_trace() -> None:
+    step = jax.jit(lambda pool: pallas_kernels.gather_pages(pool, IDS, implementation="reference"))
+    for _ in range(2):
+        step(POOL)
+    assert pallas_kernels.dispatch_report()["gather_pages"]["reference"] == 1
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_on_cuda_the_preferred_implementation_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch, lambda pool, ids: "from triton")
+    assert pallas_kernels.gather_pages(POOL, IDS) == "from triton"
+    assert pallas_kernels.dispatch_report() == {"gather_pages": {"triton": 1, "fallback_reasons": {}}}
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_an_unsupported_case_falls_back_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pool: Any, ids: Any) -> Any:
+        raise NotImplementedError("pages of 16 slots are too small")
+
+    _install(monkeypatch, refuse)
+    pallas_kernels.gather_pages(POOL, IDS)
+    pallas_kernels.gather_pages(POOL, IDS)
+    reasons = {"triton: pages of 16 slots are too small": 2}
+    assert pallas_kernels.dispatch_report() == {"gather_pages": {"reference": 2, "fallback_reasons": reasons}}
+
+
+def test_a_named_implementation_never_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch, None)
+    with pytest.raises(NotImplementedError, match="gather_pages has no triton implementation"):
+        pallas_kernels.gather_pages(POOL, IDS, implementation="triton")
+    assert pallas_kernels.dispatch_report() == {}
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown implementation 'cuda'"):
+        pallas_kernels.gather_pages(POOL, IDS, implementation="cuda")
+    with pytest.raises(ValueError, match="unknown op 'attention'"):
+        dispatch.load("attention", "reference")
+
+
+def test_every_op_has_a_reference_that_is_the_last_choice() -> None:
+    for op, (_, names) in dispatch.PREFERENCE.items():
+        assert names[-1] == "reference"
+        assert "reference" in dispatch.available_implementations(op)
