@@ -25,6 +25,7 @@ class PageAccounts:
         self.filled = np.zeros(num_pages, np.int32)
         self._stack = np.arange(num_pages - 1, -1, -1, dtype=np.int32)  # page 0 is handed out first
         self.num_free = num_pages
+        self._scratch = np.zeros(num_pages, np.int32)
 
     def free_ids(self) -> np.ndarray:
         """The free pages, next one last."""
@@ -37,7 +38,7 @@ class PageAccounts:
         start = self.num_free - n
         ids = self._stack[start : self.num_free][::-1].copy()
         self.num_free = start
-        self.refs[ids] = 1
+        self.refs[ids.astype(np.intp)] = 1
         return ids
 
     def untake(self, ids: np.ndarray) -> None:
@@ -54,7 +55,7 @@ class PageAccounts:
         return self._lower(self.refs, ids, "reference")
 
     def pin(self, ids: np.ndarray) -> None:
-        self.pins[ids] += 1
+        self.pins[ids.astype(np.intp)] += 1
 
     def unpin(self, ids: np.ndarray) -> np.ndarray:
         """One pin less on each of `ids`; returns those that became free, now on the stack."""
@@ -72,11 +73,16 @@ class PageAccounts:
         if left.min() < 0:
             raise RefcountError(f"host pages {ids[left < 0].tolist()[:8]} have no {name} left to give back")
         counts[at] = left
-        held = self.refs[at] | self.pins[at] | self.copies[at]
-        freed = ids[held == 0] if held.any() else ids
-        if len(freed):
-            self._stack[self.num_free : self.num_free + len(freed)] = freed
-            self.num_free += len(freed)
+        held = left
+        for other in (self.refs, self.pins, self.copies):
+            if other is counts:
+                continue
+            if held.all():  # the common ends: a row leaves indexed pages, a copy lands in a row
+                return ids[:0]
+            held = held | other[at]
+        freed = (ids[held == 0] if held.any() else ids).astype(np.int32, copy=False)
+        self._stack[self.num_free : self.num_free + len(freed)] = freed
+        self.num_free += len(freed)
         return freed
 
     def in_use(self, ids: np.ndarray) -> np.ndarray:
@@ -85,13 +91,14 @@ class PageAccounts:
         return self.refs[at] | self.copies[at]
 
     def check_ids(self, page_ids: object) -> np.ndarray:
-        """`page_ids` as int32 [N], distinct and within the pool; -1 and repeats are refused."""
-        ids = np.atleast_1d(np.asarray(page_ids)).astype(np.int32)
+        """`page_ids` as intp [N] (the fastest index), distinct and within the pool; -1 and repeats are refused."""
+        ids = np.asarray(page_ids).astype(np.intp).reshape(-1)
         if ids.size and (ids.min() < 0 or ids.max() >= self.num_pages):
             raise InvalidRequestError(f"host page ids must lie in 0..{self.num_pages - 1}, got {ids.tolist()[:8]}")
         if ids.size > 1:
-            ordered = np.sort(ids)
-            if (ordered[1:] == ordered[:-1]).any():
+            order = np.arange(ids.size, dtype=np.int32)
+            self._scratch[ids] = order  # a page named twice keeps only the last position
+            if (self._scratch[ids] != order).any():
                 raise InvalidRequestError(f"a host page is named twice in {ids.tolist()[:16]}")
         return ids
 

@@ -65,6 +65,7 @@ class HostEntries(StoreState):
     def _publishable(self, ids: np.ndarray) -> int:
         """How many leading pages are complete, not being copied, and no entry yet."""
         accounts = self.accounts
+        ids = ids.astype(np.intp)
         no = (accounts.filled[ids] != self.page_size) | (accounts.copies[ids] != 0) | (accounts.pins[ids] != 0)
         return int(no.argmax()) if no.any() else len(ids)
 

@@ -144,9 +144,10 @@ class StoreState:
         """Pages have left their last holder: their bytes go, and whoever mirrors them is told."""
         if len(freed) == 0:
             return
-        self.accounts.filled[freed] = 0
+        at = freed.astype(np.intp)
+        self.accounts.filled[at] = 0
         if self._poison is None:
-            self.payloads[freed] = None
+            self.payloads[at] = None
         else:
             for page in freed.tolist():
                 if self.payloads[page] is not None:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 TOKEN_BYTES = 4
+FEW_RUNS = 4
 NO_PAGES = np.zeros(0, np.int32)
 NO_PAGES.setflags(write=False)
 
@@ -98,21 +99,24 @@ def walk(root: Node, data: memoryview, full_pages: int, step: int, version: int)
         version: number of splits so far; a path is stale once it differs.
     """
     nodes: list[Node] = []
-    end = full_pages * step
-    child = root.children.get(bytes(data[:step])) if root.children and end else None
-    if child is None:
-        return Path(nodes, None, 0, 0, version)
-    at = child.num_pages * step
-    if at > end or not child.tokens.startswith(data[:at]):
-        k = common_pages(child, data, min(at, end), step)
-        return Path(nodes, child, k, k, version)
-    nodes.append(child)
+    node, at, end = root, 0, full_pages * step
+    while at < end and len(nodes) < FEW_RUNS:
+        children = node.children
+        child = children.get(bytes(data[at : at + step])) if children else None
+        if child is None:
+            return Path(nodes, None, 0, at // step, version)
+        stop = at + child.num_pages * step
+        if stop > end or not child.tokens.startswith(data[at:stop]):
+            k = common_pages(child, data[at:end], min(stop, end) - at, step)
+            return Path(nodes, child, k, at // step + k, version)
+        nodes.append(child)
+        node, at = child, stop
     if at == end:
         return Path(nodes, None, 0, full_pages, version)
-    # More runs to come: slices of bytes cost half as much as slices of a view; a prompt of one run was free of copies.
+    # Many runs: slices of bytes cost half as much as slices of a view, which pays for one copy of the rest.
     rest, base, limit, at = bytes(data[at:end]), at, end - at, 0
     while at < limit:
-        children = child.children
+        children = node.children
         if not children:
             break
         child = children.get(rest[at : at + step])
@@ -124,6 +128,7 @@ def walk(root: Node, data: memoryview, full_pages: int, step: int, version: int)
             k = common_pages(child, data[base + at : end], min(child.num_pages * step, limit - at), step)
             return Path(nodes, child, k, (base + at) // step + k, version)
         nodes.append(child)
+        node = child
         at += len(tokens)
     return Path(nodes, None, 0, (base + at) // step, version)
 
