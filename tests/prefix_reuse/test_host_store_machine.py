@@ -339,6 +339,7 @@ class HostMachine(RuleBasedStateMachine):
         assert self.store.accounts.pins.tolist() == self.naive.pins(self.num_pages)
         assert self.store.num_free == self.free_pages()
         assert self.store.open_leases == len(self.leases) + sum(len(g.requests) for g in self.groups)
+        assert self.store.index is not None
         entries = {}
         for ns, tokens, pages in self.store.index.prefixes():
             entries.update(zip(self.naive.chain(ns, tokens), pages.tolist(), strict=True))
