@@ -240,15 +240,14 @@ def _rehearse(engine: Engine, prompts: Sequence[Sequence[int]], params: Sampling
 
     Under another salt, and cleared afterwards: nothing of it can be found by the measured run.
     """
-    is_warm = engine.config.enable_prefix_reuse
+    short = dataclasses.replace(params, max_tokens=min(params.max_tokens, engine.config.decode_steps + 1))
     parts: dict[str, Callable[[], Any]] = {
-        f"question {i + 1}": partial(engine.generate, prompt, params, salt=REHEARSAL)
-        for i, prompt in enumerate(prompts)
+        f"question {i + 1}": partial(engine.generate, prompt, short, salt=REHEARSAL) for i, prompt in enumerate(prompts)
     }
-    if is_warm:
-        parts["a cached question"] = partial(engine.generate, prompts[0], params, salt=REHEARSAL)
+    if engine.config.enable_prefix_reuse:
+        parts["a cached question"] = partial(engine.generate, prompts[0], short, salt=REHEARSAL)
+        # In full: rows end one after the other, and each number of rows has its own program.
         parts["batch"] = partial(_run_batch, engine, prompts, params, salt=REHEARSAL)
-    parts["logits"] = partial(engine.score, prompts[0], reuse=is_warm, salt=REHEARSAL)
     for name in track(parts, "compiling, running", progress, len(parts)):
         if name == "batch":
             engine.drop_device_pages()
