@@ -129,7 +129,9 @@ def plot_page_table(
     used = table[table >= 0]
     counts = np.bincount(used) if refcounts is None else np.asarray(refcounts)
     num_rows, num_columns = table.shape
-    axes, figure = _axes(ax, (max(3.0, 0.45 * num_columns + 1.5), max(1.2, 0.45 * num_rows + 0.9)))
+    names = labels or [f"row {i}" for i in range(num_rows)]
+    width = max(4.5, 0.45 * num_columns + 0.8 + 0.08 * max(map(len, names), default=0))
+    axes, figure = _axes(ax, (width, max(1.2, 0.45 * num_rows + 1.1)))
     colours = matplotlib.colormaps["tab20"]
     # Neighbouring ids get different colours; the id in the cell is the exact name.
     order = {int(page): i for i, page in enumerate(np.unique(used))}
@@ -142,7 +144,7 @@ def plot_page_table(
                 (column, row),
                 1,
                 1,
-                facecolor=colours(order[int(page)] % 20),
+                facecolor=[0.6 * channel + 0.4 for channel in colours(order[int(page)] % 20)[:3]],  # text stays legible
                 edgecolor="black" if is_shared else "white",
                 linewidth=2.0 if is_shared else 0.8,
                 zorder=2 if is_shared else 1,
@@ -150,11 +152,11 @@ def plot_page_table(
         )
         axes.text(column + 0.5, row + 0.5, str(page), ha="center", va="center", fontsize=8, zorder=3)
     axes.set(xlim=(0, num_columns), ylim=(num_rows, 0), xlabel="column (page of the sequence)", aspect="equal")
-    axes.set_yticks(np.arange(num_rows) + 0.5, labels or [f"row {i}" for i in range(num_rows)])
+    axes.set_yticks(np.arange(num_rows) + 0.5, names)
     step = max(1, num_columns // 16)
     axes.set_xticks(np.arange(0, num_columns, step) + 0.5, [str(i) for i in range(0, num_columns, step)])
     logical, physical = len(used), len(order)
-    axes.set_title(f"{logical} logical pages on {physical} physical pages; thick frame = shared", fontsize=10)
+    axes.set_title(f"{logical} logical pages on {physical} physical pages\nthick frame = shared", fontsize=10)
     return figure
 
 
