@@ -16,7 +16,7 @@ def load_model(path_or_name: Any, **options: Any) -> Any:
             "the `models` package of prefix-reuse cannot be imported; is the project installed?"
         ) from error
     if not hasattr(models, "load") or not hasattr(models, "UnsupportedAttentionError"):
-        where = getattr(models, "__file__", None) or list(getattr(models, "__path__", ["?"]))[0]
+        where = getattr(models, "__file__", None) or next(iter(getattr(models, "__path__", ["?"])))
         raise ConfigError(
             f"another package named `models` is in the way ({where}): run from another folder, "
             "or build the model yourself and give it to Engine(model)"

@@ -26,8 +26,7 @@ UNUSED = -1
 """Page-table entry of a column that a row does not use; mapped out of range before any indexing."""
 
 
-@struct.dataclass
-class DevicePages:
+class DevicePages(struct.PyTreeNode):
     """Pages of one layer group. L layers of the group, P pages, R rows, M page-table columns, S slots per page."""
 
     kv_pages: jax.Array

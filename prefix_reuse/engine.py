@@ -13,7 +13,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -45,8 +45,8 @@ from prefix_reuse.plan import Chunk, pages_for, plan_prefill
 from prefix_reuse.programs import Programs
 from prefix_reuse.runner import DeviceRunner, check_refused, stop_ids_of
 from prefix_reuse.scheduler import Scheduler
-from prefix_reuse.sequence import SequenceState
 from prefix_reuse.sequence import Sequence as Row
+from prefix_reuse.sequence import SequenceState
 from prefix_reuse.stats import EngineCounters, EngineStats
 from prefix_reuse.steps import PagedModel
 from prefix_reuse.transfer import PendingCopy
@@ -617,7 +617,7 @@ class Engine:
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = "", reuse: bool = True
-    ) -> Iterator[StreamEvent]:
+    ) -> Generator[StreamEvent]:
         """Yields the tokens of one prompt (n = 1) as they come, in groups of up to `decode_steps`.
 
         Closing the iterator early cancels the request.
@@ -628,7 +628,7 @@ class Engine:
         request_id = self.submit(prompt, params, salt=salt, reuse=reuse)
         return self._stream(request_id)
 
-    def _stream(self, request_id: int) -> Iterator[StreamEvent]:
+    def _stream(self, request_id: int) -> Generator[StreamEvent]:
         row = self._requests[request_id].samples[0]
         tokenizer = getattr(self.model, "tokenizer", None)
         sent_tokens, sent_text = 0, 0

@@ -17,8 +17,7 @@ from prefix_reuse.config import SamplingParams
 NEG_INF = float("-inf")
 
 
-@struct.dataclass
-class SamplingState:
+class SamplingState(struct.PyTreeNode):
     """Per-row sampling parameters as arrays [B], plus two scalars that let a batch skip what none of its rows uses."""
 
     temperature: jax.Array

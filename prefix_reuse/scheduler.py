@@ -16,7 +16,8 @@ from prefix_reuse.errors import HostPagesExhausted
 from prefix_reuse.host_store import HostPageStore, PrefixRequest
 from prefix_reuse.plan import DevicePlan, PageDemand, pages_for, plan_device_pages
 from prefix_reuse.runner import DeviceRunner
-from prefix_reuse.sequence import WAITING, Sequence as Row, SequenceState
+from prefix_reuse.sequence import Sequence as Row
+from prefix_reuse.sequence import SequenceState
 from prefix_reuse.stats import EngineCounters
 from prefix_reuse.transfer import Payload, check_payload
 
@@ -154,12 +155,10 @@ class Scheduler:
         """The bad pages and what hangs below them leave the index; rows that wanted them give everything back."""
         for admission in admissions:
             sequence = admission.sequence
-            if np.isin(admission.demand.host_pages, bad_pages).any():
-                if sequence.state is SequenceState.ON_HOLD:  # its own bytes are gone: it computes them again
-                    self.resuming.remove(sequence)
-                    self.evict(sequence)
-                    continue
-            if sequence.state in WAITING:
+            if sequence.state is SequenceState.ON_HOLD:
+                if np.isin(admission.demand.host_pages, bad_pages).any():
+                    self.evict(sequence)  # its own bytes are gone: it computes them again
+            else:
                 self.cache.release(sequence.id)
         for page in bad_pages:
             self.cache.drop_entry(page)

@@ -30,12 +30,23 @@ Pools = tuple[DevicePages, ...]
 class PagedModel(Protocol):
     """What a model has to offer; `models` has ready ones, your own needs only this."""
 
-    name: str
-    params: Any
-    kv_groups: tuple[LayerGroup, ...]
-    vocab_size: int
-    max_context: int
-    eos_token_ids: tuple[int, ...]
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def params(self) -> Any: ...
+
+    @property
+    def kv_groups(self) -> tuple[LayerGroup, ...]: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_context(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
 
     def forward(
         self, params: Any, tokens: jax.Array, positions: jax.Array, kv: Any, attend: Callable[..., Any]
@@ -69,8 +80,7 @@ class CompilationCounter:
         return sum(self.counts.values())
 
 
-@struct.dataclass
-class PagedKV:
+class PagedKV(struct.PyTreeNode):
     """The `kv` that goes through a model's forward: pools, and where this batch's tokens go and look."""
 
     kv_pages: tuple[jax.Array, ...]
@@ -168,8 +178,7 @@ def commit(pools: Pools, kv: PagedKV, rows: jax.Array, context_lens: jax.Array) 
     )
 
 
-@struct.dataclass
-class PrefillInputs:
+class PrefillInputs(struct.PyTreeNode):
     """Arrays of a `plan.PrefillBatch`, and the sampling of each row's next token."""
 
     tokens: jax.Array
@@ -186,8 +195,7 @@ class PrefillInputs:
     """int32 [B]: tokens generated so far."""
 
 
-@struct.dataclass
-class PrefillOutputs:
+class PrefillOutputs(struct.PyTreeNode):
     next_tokens: jax.Array
     """int32 [B]: sampled after each row's last token of this batch (meaningless for a chunk that is not the last)."""
     logits: jax.Array
@@ -211,8 +219,7 @@ def prefill_step(
     return PrefillOutputs(tokens, logits, hidden, kv.refused), pools
 
 
-@struct.dataclass
-class DecodeInputs:
+class DecodeInputs(struct.PyTreeNode):
     """A decode batch of B rows; padding rows are out of range in `rows` and have `remaining` 0."""
 
     rows: jax.Array
@@ -234,8 +241,7 @@ class DecodeInputs:
     """int32 scalar: steps to run, at most `max_steps`."""
 
 
-@struct.dataclass
-class DecodeOutputs:
+class DecodeOutputs(struct.PyTreeNode):
     tokens: jax.Array
     """int32 [max_steps, B]; -1 where the row had ended."""
     steps: jax.Array

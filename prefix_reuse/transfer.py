@@ -34,9 +34,6 @@ class PendingCopy:
     host_pages: np.ndarray
     payloads: tuple[Payload, ...]
 
-    def is_ready(self) -> bool:
-        return all(array.is_ready() for payload in self.payloads for array in payload)
-
     def wait(self) -> None:
         """Blocks until the bytes have landed; raises `TransferError` when they never will."""
         try:
@@ -89,15 +86,15 @@ class PageTransfer:
 
         Raises `TransferError` before anything is donated when a payload does not have the shape of a page.
         """
-        pools = tuple(pools)
+        kv_pages = tuple(pools)
         for payload in payloads:
-            check_payload(payload, pools)
+            check_payload(payload, kv_pages)
         start = 0
         for size in split_powers_of_two(len(payloads)):
             ids = tuple(np.ascontiguousarray(pages[start : start + size], np.int32) for pages in device_pages)
-            pools = self._load(pools, ids, list(payloads[start : start + size]))
+            kv_pages = self._load(kv_pages, ids, list(payloads[start : start + size]))
             start += size
-        return pools
+        return kv_pages
 
     def warmup_sizes(self) -> list[int]:
         """Every number of pages that one jitted copy can move."""

@@ -7,8 +7,11 @@ from typing import Any
 
 import jax
 import numpy as np
+
 from models.testing import reference_logits, tiny_hybrid, tiny_llama
 from prefix_reuse import Engine, EngineConfig, SamplingParams, device_pages
+from prefix_reuse.index import PrefixIndex
+from prefix_reuse.plan import PrefillBatch
 from prefix_reuse.programs import Programs
 from prefix_reuse.sequence import SequenceState
 
@@ -53,7 +56,7 @@ def prompt(n: int, seed: int = 0, start: list[int] | np.ndarray | tuple[int, ...
 
 def cold(tokens: Any, kind: str = "llama", seed: int = 0) -> np.ndarray:
     """f32 [T, V] logits of one dense forward without pages."""
-    return np.asarray(reference_logits(model(kind, seed), np.asarray(tokens)))
+    return np.asarray(reference_logits(model(kind, seed), np.asarray(tokens).tolist()))
 
 
 def check(e: Engine) -> None:
@@ -92,3 +95,15 @@ def drained(e: Engine) -> None:
 def page_bytes(e: Engine, host_page: int) -> list[np.ndarray]:
     """A copy of a host page's arrays."""
     return [np.array(jax.device_get(a)) for a in e.cache.read(host_page)]
+
+
+def index_of(e: Engine) -> PrefixIndex:
+    """The index of an engine that has one."""
+    assert e.cache.index is not None
+    return e.cache.index
+
+
+def last_batch(e: Engine) -> PrefillBatch:
+    """The snapshot of the last prefill batch (B13)."""
+    assert e.runner.last_prefill is not None
+    return e.runner.last_prefill

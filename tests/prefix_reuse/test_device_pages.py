@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pallas_kernels.layout import LayerGroup
 from prefix_reuse import device_pages as dp
 from prefix_reuse.errors import IntegrityError
@@ -181,5 +181,3 @@ def test_rebuild_rewrites_every_column_and_derives_the_rest():
 def test_a_fresh_pool_can_be_filled_with_nan():
     state = dp.create(GROUP, num_pages=2, page_size=4, max_rows=1, max_columns=1, fill=float("nan"))
     assert np.isnan(np.asarray(state.kv_pages)).all()
-
-

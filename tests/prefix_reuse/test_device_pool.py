@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from prefix_reuse.device_pool import DevicePool
 from prefix_reuse.errors import DevicePagesExhausted, PrefixReuseError
 from prefix_reuse.plan import PageDemand, plan_device_pages
@@ -71,7 +72,9 @@ def test_an_allocation_that_cannot_be_met_changes_nothing():
     with pytest.raises(DevicePagesExhausted):
         admit(pool, [2], [PageDemand(np.array([12]), 1, 10)])
     after = pool.page_table, pool.refs, pool.resident, pool.stats()
-    assert all(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in zip(before, after, strict=True))
+    assert all(
+        np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in zip(before, after, strict=True)
+    )
 
 
 def test_a_page_twice_in_one_row_is_refused():
@@ -85,7 +88,9 @@ def test_a_page_twice_in_one_row_is_refused():
 def test_release_is_idempotent_and_allocation_yields_distinct_ids():
     """H12: refs {3: 2, 5: 1}; -1 never enters the free list."""
     pool = DevicePool(8, 4, 3, 4)
-    plan = plan_device_pages([PageDemand(np.array([1]), 1, 1), PageDemand(np.array([1]), 1, 0)], pool.resident_page, bool, True)
+    plan = plan_device_pages(
+        [PageDemand(np.array([1]), 1, 1), PageDemand(np.array([1]), 1, 0)], pool.resident_page, bool, True
+    )
     pool.carry_out(plan, [0, 1])
     shared = pool.page_table[0, 0]
     assert pool.refs[shared] == 2

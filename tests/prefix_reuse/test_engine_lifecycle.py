@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from engine_helpers import GREEDY, check, cold, drained, engine, model, prompt
+from engine_helpers import GREEDY, check, cold, drained, engine, index_of, model, prompt
+
 from prefix_reuse import Engine, EngineConfig, PrefixReuseError, SamplingParams, UnsupportedAttentionError
 from prefix_reuse.errors import (
     CapacityError,
@@ -184,7 +185,7 @@ def test_a_failed_forward_leaves_no_entry_and_a_retry_works(monkeypatch: pytest.
     drained(e)
 
 
-def test_a_step_that_fails_after_taking_the_pools_loses_no_request():
+def test_a_step_that_fails_after_taking_the_pools_loses_no_request(monkeypatch: pytest.MonkeyPatch):
     """The donated pools are gone: running rows are evicted and recomputed, and the tokens stay the same (S4)."""
     e = engine()
     tokens = [prompt(9, seed=1), prompt(6, seed=2)]
@@ -192,17 +193,15 @@ def test_a_step_that_fails_after_taking_the_pools_loses_no_request():
     expected = [o.token_ids for o in engine(on=False).generate(tokens, params)]
     ids = [e.submit(t, params) for t in tokens]
     e.step()
-    real = e.runner.programs.decode
-
     def failing(params: Any, pools: Any, batch: Any) -> Any:
         for leaf in jax.tree.leaves(pools):
             leaf.delete()
         raise RuntimeError("injected")
 
-    e.runner.programs.decode = failing
+    monkeypatch.setattr(e.runner.programs, "decode", failing)
     with pytest.raises(RuntimeError, match="injected"):
         e.step()
-    e.runner.programs.decode = real
+    monkeypatch.undo()
     check(e)
     assert {r.state for r in e.scheduler.waiting} == {SequenceState.EVICTED}
     outputs = {}
@@ -227,7 +226,7 @@ def test_a_page_that_cannot_be_read_is_dropped_and_recomputed(fault: str, monkey
     base = prompt(12, seed=1)
     e.generate(base, GREEDY)
     e.drop_device_pages()
-    pages = e.cache.index.lookup(base, e.namespace()).page_ids.tolist()
+    pages = index_of(e).lookup(base, e.namespace()).page_ids.tolist()
     real = e.cache.read
 
     def read(page: int) -> Any:
@@ -275,12 +274,12 @@ def test_pages_are_matchable_only_after_their_bytes_landed():
     base = prompt(12, seed=1)
     e.submit(base, ONE)
     e.step()
-    assert len(e.cache.index) == 0
+    assert len(index_of(e)) == 0
     device = np.asarray(e.runner.pools[0].kv_pages)[:, e.runner.accounts[0].pages(0)[:3]]
     e.submit(prompt(13, seed=2, start=base), GREEDY)
     e.step()
-    assert len(e.cache.index) == 3
-    pages = e.cache.index.lookup(base, e.namespace()).page_ids.tolist()
+    assert len(index_of(e)) == 3
+    pages = index_of(e).lookup(base, e.namespace()).page_ids.tolist()
     for i, page in enumerate(pages):
         assert np.array_equal(np.asarray(e.cache.read(page)[0]), device[:, i])
     while e.has_work:
@@ -297,7 +296,7 @@ def test_a_failed_offload_publishes_nothing_and_the_row_goes_on():
     out = e.generate(tokens, GREEDY)[0]
     assert out.token_ids == engine(on=False).generate(tokens, GREEDY)[0].token_ids
     assert e.stats().faults.failed_offloads >= 3
-    assert len(e.cache.index) == 0
+    assert len(index_of(e)) == 0
     transfer.fail = False
     assert e.generate(tokens, GREEDY)[0].cached_tokens == 0
     assert e.generate(tokens, GREEDY)[0].cached_tokens == 11
@@ -401,13 +400,16 @@ def test_a_page_in_use_is_never_handed_out():
     drained(e)
 
 
-def test_references_do_not_leak_when_requests_are_refused_cancelled_or_fail():
+def test_references_do_not_leak_when_requests_are_refused_cancelled_or_fail(monkeypatch: pytest.MonkeyPatch):
     """H11: a hundred times each, then a request that needs every page."""
     e = engine(num_device_pages=6)
     a = prompt(12, seed=1)
     e.generate(a, ONE)
     b = prompt(19, seed=2, start=a[:8])
-    real = e.runner.programs.prefill
+
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("injected")
+
     before = e.cache.stats()
     for i in range(100):
         request = e.submit(b, ONE)
@@ -417,10 +419,10 @@ def test_references_do_not_leak_when_requests_are_refused_cancelled_or_fail():
             e.scheduler.admit()
             e.cancel(request)
         else:
-            e.runner.programs.prefill = lambda *_: (_ for _ in ()).throw(RuntimeError("injected"))
-            with pytest.raises(RuntimeError, match="injected"):
-                e.step()
-            e.runner.programs.prefill = real
+            with monkeypatch.context() as patch:
+                patch.setattr(e.runner.programs, "prefill", failing)
+                with pytest.raises(RuntimeError, match="injected"):
+                    e.step()
             e.cancel(request)
         e.step()
         check(e)
@@ -506,7 +508,7 @@ def test_the_last_sampled_token_has_no_kv_and_is_not_published(max_tokens: int, 
     for publish_generated, expected in ((True, pages), (False, 1)):
         e = engine(publish_generated=publish_generated)
         out = e.generate(tokens, SamplingParams(max_tokens=max_tokens, ignore_eos=True))[0]
-        assert len(e.cache.index) == expected
+        assert len(index_of(e)) == expected
         follow_up = np.concatenate([tokens, out.token_ids, [7]]).astype(np.int32)
         again = e.generate(follow_up, GREEDY)[0]
         assert again.cached_tokens == 4 * expected
@@ -519,8 +521,8 @@ def test_a_next_turn_that_was_rendered_differently_hits_up_to_the_difference():
     e = engine(publish_generated=True)
     turn = prompt(10, seed=1)
     out = e.generate(turn, GREEDY)[0]
-    assert len(e.cache.index) == 3
-    other = [t for t in (9, 10) if t != out.token_ids[0]][0]
+    assert len(index_of(e)) == 3
+    other = 9 if out.token_ids[0] != 9 else 10
     next_turn = np.concatenate([turn, [other], prompt(8, seed=3)]).astype(np.int32)
     assert e.generate(next_turn, GREEDY)[0].cached_tokens == 8
     same = np.concatenate([turn, out.token_ids[:5], [3]]).astype(np.int32)
@@ -534,9 +536,9 @@ def test_short_prompts_publish_nothing():
     for tokens in ([5], [5, 6], [5, 6, 7]):
         for _ in range(2):
             assert e.generate(tokens, ONE)[0].cached_tokens == 0
-    assert len(e.cache.index) == 0
+    assert len(index_of(e)) == 0
     e.generate([5, 6, 7, 8, 9], ONE)
-    assert len(e.cache.index) == 1
+    assert len(index_of(e)) == 1
     drained(e)
 
 
@@ -569,7 +571,8 @@ def test_penalties_count_the_cached_part_of_the_prompt(penalty: str):
     tokens[:3] = plain
     favourite = engine().generate(tokens, SamplingParams(max_tokens=1, ignore_eos=True))[0].token_ids[0]
     tokens[0] = favourite
-    params = SamplingParams(max_tokens=10, ignore_eos=True, **{penalty: 50.0})
+    kwargs: dict[str, Any] = {penalty: 50.0}
+    params = SamplingParams(max_tokens=10, ignore_eos=True, **kwargs)
     e = engine()
     results = [e.generate(tokens, params)[0] for _ in range(3)]
     assert [r.cached_tokens for r in results] == [0, 8, 8]
@@ -605,7 +608,7 @@ def test_stop_strings_end_the_text_and_publish_only_what_was_kept():
     out = e.generate(tokens, SamplingParams(**{**vars(params), "stop": (stop,)}))[0]
     assert out.finish_reason == "stop"
     assert out.text == free.text[: free.text.index(stop)]
-    assert len(e.cache.index) == (len(tokens) + len(out.token_ids) - 1) // 4
+    assert len(index_of(e)) == (len(tokens) + len(out.token_ids) - 1) // 4
     drained(e)
 
 
@@ -634,7 +637,7 @@ def test_scoring_without_reuse_reads_and_changes_nothing_of_the_cache():
     logits = e.score(tokens)
     assert logits.shape == (12, 128)
     np.testing.assert_allclose(logits, cold(tokens), atol=1e-4)
-    assert len(e.cache.index) == 3
+    assert len(index_of(e)) == 3
     assert e.cache.stats().free_pages == before.free_pages
     drained(e)
 

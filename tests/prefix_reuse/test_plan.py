@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from prefix_reuse.errors import LengthsError
 from prefix_reuse.plan import (
     Chunk,

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import models
 import numpy as np
 import pytest
+
+import models
 from prefix_reuse import Engine, EngineConfig, SamplingParams
 from prefix_reuse.programs import Programs
 

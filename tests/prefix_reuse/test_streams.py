@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import models
 import numpy as np
 import pytest
 from engine_helpers import drained
+
+import models
 from models.testing import tiny_llama
 from prefix_reuse import Engine, EngineConfig, SamplingParams
 from prefix_reuse.programs import Programs
@@ -25,7 +26,9 @@ def requests(count: int, length: int) -> list[np.ndarray]:
     """The first `length` tokens of the first `count` non-empty requests."""
     data = np.load(TRACE)
     starts, ends = data["offsets"][:-1], data["offsets"][1:]
-    prompts = [data["tokens"][s : min(e, s + length)].astype(np.int32) for s, e in zip(starts, ends, strict=True) if e > s]
+    prompts = [
+        data["tokens"][s : min(e, s + length)].astype(np.int32) for s, e in zip(starts, ends, strict=True) if e > s
+    ]
     return prompts[:count]
 
 
