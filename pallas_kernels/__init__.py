@@ -16,3 +16,6 @@ from pallas_kernels.merge import add_sinks as add_sinks
 from pallas_kernels.merge import merge_states as merge_states
 from pallas_kernels.paged_decode_attention.api import paged_decode_attention as paged_decode_attention
 from pallas_kernels.ragged_paged_attention.api import ragged_paged_attention as ragged_paged_attention
+from pallas_kernels.shared_prefix_attention.api import shared_prefix_attention as shared_prefix_attention
+from pallas_kernels.shared_prefix_attention.plan import SharedPrefixPlan as SharedPrefixPlan
+from pallas_kernels.shared_prefix_attention.plan import plan_shared_prefix as plan_shared_prefix

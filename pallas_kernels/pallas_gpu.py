@@ -72,6 +72,45 @@ def dot(a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:
     return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
+def softmax_step(state, q, k, v, visible, *, scale: float, soft_cap: float | None):
+    """Running softmax `(top [M], total [M], values [M, D])`, in base 2, after one more tile of keys.
+
+    Args:
+        q: `[M, D]`; k, v: `[N, D]`, zero where no query may look, since 0 * NaN is NaN.
+        visible: bool, broadcasts to `[M, N]`.
+    """
+    top, total, values = state
+    logits = dot(q, k, trans_b=True)
+    if soft_cap is None:
+        logits = logits * (scale * LOG2E)
+    else:
+        logits = jnp.tanh(logits * (scale / soft_cap)) * (soft_cap * LOG2E)
+    logits = jnp.where(visible, logits, -jnp.inf)
+    new_top = jnp.maximum(top, jnp.max(logits, axis=1))
+    finite = jnp.where(new_top == -jnp.inf, 0.0, new_top)  # no key so far: -inf minus -inf would be NaN
+    weights = jnp.exp2(logits - finite[:, None])
+    keep = jnp.exp2(top - finite)
+    total = total * keep + jnp.sum(weights, axis=1)
+    return new_top, total, values * keep[:, None] + dot(weights.astype(v.dtype), v)
+
+
+def empty_softmax(rows: int, head_dim: int):
+    """State of `softmax_step` that has seen no key."""
+    return (
+        jnp.full((rows,), -jnp.inf, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+        jnp.zeros((rows, head_dim), jnp.float32),
+    )
+
+
+def softmax_mean(state):
+    """Normalised values `[M, D]` and base-2 log-sum-exp `[M]`; zero and -inf where no key was seen."""
+    top, total, values = state
+    empty = total == 0
+    safe = jnp.where(empty, 1.0, total)
+    return values / safe[:, None], jnp.where(empty, -jnp.inf, top + jnp.log2(safe))
+
+
 def power_of_two(n: int) -> int:
     """The least power of two that is at least n: the tile size that Triton wants."""
     return 1 << max(0, n - 1).bit_length()

@@ -22,12 +22,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import layout
-from pallas_kernels.paged_decode_attention.triton import merge_splits
+from pallas_kernels.paged_decode_attention.triton import count_splits, merge_splits
 from pallas_kernels.pallas_gpu import LOG2E, interpret_here, pool_rows, tuned
 
 HEAD_DIMS = (64, 128)
 DTYPES = (jnp.bfloat16, jnp.float16)
-DEFAULTS = {"block": 64, "split": 1024, "stages": 5, "num_blocks": 132}
+DEFAULTS = {"block": 128, "split": 1024, "stages": 2, "num_blocks": 132}
 ROWS = 64  # M of one wgmma
 EMPTY_TOP = -1e30  # maximum of no keys; finite, so that differences are never inf - inf
 
@@ -93,16 +93,14 @@ def paged_decode_attention(
         raise NotImplementedError(f"Mosaic GPU decode has head_dim {HEAD_DIMS}, not {head_dim}.")
     if page_size not in (16, 32, 64, 128):
         raise NotImplementedError(f"Mosaic GPU decode has pages of 16, 32, 64 or 128 slots, not {page_size}.")
-    if group > ROWS or batch * num_heads < 8:
-        raise NotImplementedError(f"Mosaic GPU decode has 8 queries or more and up to {ROWS} heads a KV head.")
+    if group % 4 or group > ROWS or (batch * num_heads) % 8:
+        raise NotImplementedError(f"Mosaic GPU decode packs 4, 8, .. {ROWS} query heads a KV head, not {group}.")
     options = {
         **DEFAULTS,
         **tuned("paged_decode_attention.mosaic_gpu", f"G{group} D{head_dim} {q.dtype.name}", {}),
         **(config or {}),
     }
-    num_splits = max(1, pl.cdiv(page_table.shape[1] * page_size, options["split"]))
-    if window is not None:
-        num_splits = min(num_splits, pl.cdiv(window, options["split"]) + 1)
+    num_splits = count_splits(page_table, page_size, window, options["split"])
     shape = Shape(
         batch=batch,
         page_size=page_size,

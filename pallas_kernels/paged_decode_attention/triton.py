@@ -20,11 +20,13 @@ from pallas_kernels import layout
 from pallas_kernels.pallas_gpu import (
     LN2,
     LOG2E,
-    dot,
+    empty_softmax,
     interpret_here,
     pool_rows,
     power_of_two,
     require_pages,
+    softmax_mean,
+    softmax_step,
     triton_call,
     tuned,
 )
@@ -72,15 +74,31 @@ def paged_decode_attention(
 @functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "interpret", "config"))
 def _decode(q, kv_pages, page_table, kv_lens, layer, sinks, *, scale, window, soft_cap, interpret, config):
     options = dict(config)
-    split, block = options["split"], options["block"]
+    parts, lses = split_states(
+        q, kv_pages, page_table, kv_lens, layer, None, scale=scale, window=window, soft_cap=soft_cap,
+        interpret=interpret, options=options,
+    )  # fmt: skip
+    return merge_splits(
+        parts, lses, kv_lens, sinks, dtype=q.dtype, window=window, split=options["split"], interpret=interpret
+    )
+
+
+def count_splits(page_table: jax.Array, page_size: int, window: int | None, split: int) -> int:
+    """Most splits that a row of this table can have keys in."""
+    splits = max(1, pl.cdiv(page_table.shape[1] * page_size, split))
+    return splits if window is None else min(splits, pl.cdiv(window, split) + 1)
+
+
+def split_states(
+    q, kv_pages, page_table, kv_lens, layer, covered, *, scale, window, soft_cap, interpret, options
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """States `(parts, lses)` of `merge_splits` of all splits but those that `covered` (int32 `[B, N]`) marks."""
     batch, num_heads, head_dim = q.shape
     num_kv_heads = layout.num_kv_heads_of(kv_pages)
-    capacity = page_table.shape[1] * layout.page_size_of(kv_pages)
-    num_splits = max(1, pl.cdiv(capacity, split))
-    if window is not None:
-        num_splits = min(num_splits, pl.cdiv(window, split) + 1)
-    rows = (batch, num_splits, num_heads)
-
+    num_splits = count_splits(page_table, layout.page_size_of(kv_pages), window, options["split"])
+    inputs = [layer, kv_lens, page_table, q, pool_rows(kv_pages)]
+    if covered is not None:
+        inputs.append(covered)
     kernel = functools.partial(
         _split_kernel,
         shape=kv_pages.shape,
@@ -88,25 +106,22 @@ def _decode(q, kv_pages, page_table, kv_lens, layer, sinks, *, scale, window, so
         scale=scale,
         window=window,
         soft_cap=soft_cap,
-        split=split,
-        block=block,
+        split=options["split"],
+        block=options["block"],
     )
-    parts, lses = triton_call(
+    return triton_call(
         kernel,
         grid=(num_splits, num_kv_heads, batch),
         out_shape=(
-            jax.ShapeDtypeStruct((*rows, head_dim), jnp.float32),
-            jax.ShapeDtypeStruct(rows, jnp.float32),
+            jax.ShapeDtypeStruct((batch, num_splits, num_heads, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((batch, num_splits, num_kv_heads, num_heads // num_kv_heads), jnp.float32),
         ),
-        num_inputs=5,
+        num_inputs=len(inputs),
         num_warps=options["num_warps"],
         num_stages=options["num_stages"],
         interpret=interpret,
         name="paged_decode_attention",
-    )(layer, kv_lens, page_table, q, pool_rows(kv_pages))
-
-    lses = lses.reshape(batch, num_splits, num_kv_heads, -1)
-    return merge_splits(parts, lses, kv_lens, sinks, dtype=q.dtype, window=window, split=split, interpret=interpret)
+    )(*inputs)
 
 
 def merge_splits(
@@ -149,10 +164,11 @@ def _first_key(kv_len: jax.Array, window: int | None) -> jax.Array:
 
 
 def _split_kernel(
-    layer_ref, lens_ref, table_ref, q_ref, pool_ref, out_ref, lse_ref,
-    *, shape, group, scale, window, soft_cap, split, block,
+    layer_ref, lens_ref, table_ref, q_ref, pool_ref, *refs,
+    shape, group, scale, window, soft_cap, split, block,
 ):  # fmt: skip
-    """State of one (split, KV head, row): `out_ref[B, N, H, D]` normalised, `lse_ref[B, N, H]` in base 2."""
+    """State of one (split, KV head, row): `out_ref[B, N, H, D]` normalised, `lse_ref[B, N, K, G]` in base 2."""
+    *covered_refs, out_ref, lse_ref = refs
     _, num_pages, num_kv_heads, _, page_size, head_dim = shape
     part, head, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     kv_len = lens_ref[row]
@@ -160,7 +176,12 @@ def _split_kernel(
     number = first // split + part
     begin, end = number * split, jnp.minimum((number + 1) * split, kv_len)
 
-    @pl.when(begin < end)
+    live_split = begin < end
+    if covered_refs:
+        last = covered_refs[0].shape[1] - 1
+        live_split &= covered_refs[0][row, jnp.minimum(number, last)] == 0
+
+    @pl.when(live_split)
     def _():
         heads, dims = power_of_two(max(group, 16)), power_of_two(head_dim)
         lane = jnp.arange(heads, dtype=jnp.int32)
@@ -171,7 +192,6 @@ def _split_kernel(
         head_base = layer_ref[0] * num_pages
 
         def body(step, carry):
-            top, total, values = carry
             position = step * block + jnp.arange(block, dtype=jnp.int32)
             live = (position >= first) & (position < end)
             entry = pltriton.load(table_ref.at[row, position // page_size], mask=live, other=-1)
@@ -182,32 +202,14 @@ def _split_kernel(
             mask = jnp.broadcast_to(mask, (block, dims))
             k = pltriton.load(pool_ref.at[key_row[:, None], column[None, :]], mask=mask, other=0.0)
             v = pltriton.load(pool_ref.at[(key_row + page_size)[:, None], column[None, :]], mask=mask, other=0.0)
-            logits = dot(q, k, trans_b=True)
-            if soft_cap is None:
-                logits = logits * (scale * LOG2E)
-            else:
-                logits = jnp.tanh(logits * (scale / soft_cap)) * (soft_cap * LOG2E)
-            logits = jnp.where(live[None, :], logits, -jnp.inf)
-            new_top = jnp.maximum(top, jnp.max(logits, axis=1))
-            finite = jnp.where(new_top == -jnp.inf, 0.0, new_top)  # no key so far: -inf minus -inf would be NaN
-            weights = jnp.exp2(logits - finite[:, None])
-            keep = jnp.exp2(top - finite)
-            total = total * keep + jnp.sum(weights, axis=1)
-            return new_top, total, values * keep[:, None] + dot(weights.astype(v.dtype), v)
+            return softmax_step(carry, q, k, v, live[None, :], scale=scale, soft_cap=soft_cap)
 
-        start = (
-            jnp.full((heads,), -jnp.inf, jnp.float32),
-            jnp.zeros((heads,), jnp.float32),
-            jnp.zeros((heads, dims), jnp.float32),
-        )
         first_step = jnp.maximum(begin, first) // block
-        top, total, values = jax.lax.fori_loop(first_step, pl.cdiv(end, block), body, start)
-        empty = total == 0
-        values = values / jnp.where(empty, 1.0, total)[:, None]
-        lse = jnp.where(empty, -jnp.inf, top + jnp.log2(jnp.where(empty, 1.0, total)))
+        state = jax.lax.fori_loop(first_step, pl.cdiv(end, block), body, empty_softmax(heads, dims))
+        values, lse = softmax_mean(state)
         store = (lane < group)[:, None] & inside
         pltriton.store(out_ref.at[row, part, (head * group + lane)[:, None], column[None, :]], values, mask=store)
-        pltriton.store(lse_ref.at[row, part, head * group + lane], lse, mask=lane < group)
+        pltriton.store(lse_ref.at[row, part, head, lane], lse, mask=lane < group)
 
 
 def _merge_kernel(lens_ref, parts_ref, lses_ref, *refs, window, split, group, has_sinks):

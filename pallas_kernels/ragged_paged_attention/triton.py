@@ -18,11 +18,12 @@ from pallas_kernels import layout
 from pallas_kernels.pallas_gpu import (
     LN2,
     LOG2E,
-    dot,
+    empty_softmax,
     interpret_here,
     pool_rows,
     power_of_two,
     require_pages,
+    softmax_step,
     triton_call,
     tuned,
 )
@@ -156,7 +157,6 @@ def _kernel(
         head_base = layer_ref[0] * num_pages
 
         def body(masked, step, carry):
-            top, total, values = carry
             key = step * block + jnp.arange(block, dtype=jnp.int32)
             live = (key >= begin) & (key < end)
             entry = pltriton.load(table_ref.at[row, key // page_size], mask=live, other=-1)
@@ -164,31 +164,15 @@ def _kernel(
             key_row = ((head_base + jnp.maximum(entry, 0)) * num_kv_heads + head) * (2 * page_size) + key % page_size
             mask = jnp.broadcast_to(live[:, None] & (column < head_dim), (block, dims))
             k = pltriton.load(pool_ref.at[key_row[:, None], column], mask=mask, other=0.0)
-            logits = dot(q, k, trans_b=True)
-            if soft_cap is None:
-                logits = logits * (scale * LOG2E)
-            else:
-                logits = jnp.tanh(logits * (scale / soft_cap)) * (soft_cap * LOG2E)
+            v = pltriton.load(pool_ref.at[(key_row + page_size)[:, None], column], mask=mask, other=0.0)
+            visible = live[None, :]
             if masked:
-                visible = live[None, :] & (key[None, :] <= position[:, None])
+                visible &= key[None, :] <= position[:, None]
                 if window is not None:
                     visible &= key[None, :] > position[:, None] - window
-            else:
-                visible = jnp.broadcast_to(live[None, :], logits.shape)
-            logits = jnp.where(visible, logits, -jnp.inf)
-            new_top = jnp.maximum(top, jnp.max(logits, axis=1))
-            finite = jnp.where(new_top == -jnp.inf, 0.0, new_top)  # no key so far: -inf minus -inf would be NaN
-            weights = jnp.exp2(logits - finite[:, None])
-            keep = jnp.exp2(top - finite)
-            total = total * keep + jnp.sum(weights, axis=1)
-            v = pltriton.load(pool_ref.at[(key_row + page_size)[:, None], column], mask=mask, other=0.0)
-            return new_top, total, values * keep[:, None] + dot(weights.astype(v.dtype), v)
+            return softmax_step(carry, q, k, v, visible, scale=scale, soft_cap=soft_cap)
 
-        state = (
-            jnp.full(lane.shape, -jnp.inf, jnp.float32),
-            jnp.zeros(lane.shape, jnp.float32),
-            jnp.zeros((*lane.shape, dims), jnp.float32),
-        )
+        state = empty_softmax(tokens * heads, dims)
         first_step, last_step = begin // block, pl.cdiv(end, block)
         if window is None:  # blocks before the first query's position need no causal mask
             middle = first_position // block

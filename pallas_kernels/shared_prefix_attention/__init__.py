@@ -1,0 +1,3 @@
+from pallas_kernels.shared_prefix_attention.api import shared_prefix_attention as shared_prefix_attention
+from pallas_kernels.shared_prefix_attention.plan import SharedPrefixPlan as SharedPrefixPlan
+from pallas_kernels.shared_prefix_attention.plan import plan_shared_prefix as plan_shared_prefix

@@ -1,0 +1,159 @@
+"""Pallas-Triton implementation of shared_prefix_attention.
+
+Three launches: splits that a row has to itself (plain decode, covered splits skipped), tiles of rows that share a split
+(all their query heads of one KV head against one copy of the keys), and the merge of plain decode.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels import layout
+from pallas_kernels.paged_decode_attention import triton as decode
+from pallas_kernels.pallas_gpu import (
+    empty_softmax,
+    interpret_here,
+    pool_rows,
+    power_of_two,
+    require_pages,
+    softmax_mean,
+    softmax_step,
+    triton_call,
+    tuned,
+)
+from pallas_kernels.shared_prefix_attention.plan import SharedPrefixPlan
+
+DEFAULTS = {"tile_block": 64, "tile_warps": 4, "tile_stages": 3}
+
+
+def shared_prefix_attention(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    plan: SharedPrefixPlan,
+    *,
+    layer: jax.Array,
+    split: int,
+    scale: float,
+    window: int | None,
+    sinks: jax.Array | None,
+    soft_cap: float | None,
+    return_lse: bool,
+    config: dict[str, int] | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.shared_prefix_attention`; `config` overrides the tuned launch parameters."""
+    del return_lse
+    require_pages(layout.page_size_of(kv_pages))
+    key = f"G{q.shape[1] // layout.num_kv_heads_of(kv_pages)} D{q.shape[2]} {q.dtype.name}"
+    chosen = tuned("paged_decode_attention.triton", key, decode.DEFAULTS)
+    chosen |= tuned("shared_prefix_attention.triton", key, DEFAULTS) | (config or {}) | {"split": split}
+    if config is None and q.shape[2] * q.dtype.itemsize > 256:  # deeper pipelines of wide rows overflow shared memory
+        chosen |= {"num_stages": 2, "tile_stages": 2, "tile_block": 32}
+    return _attend(
+        q,
+        kv_pages,
+        page_table,
+        kv_lens,
+        plan,
+        jnp.reshape(layer, (1,)),
+        sinks,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        interpret=interpret_here(),
+        config=tuple(sorted(chosen.items())),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "interpret", "config"))
+def _attend(q, kv_pages, page_table, kv_lens, plan, layer, sinks, *, scale, window, soft_cap, interpret, config):
+    options = dict(config)
+    parts, lses = decode.split_states(
+        q, kv_pages, page_table, kv_lens, layer, plan.covered, scale=scale, window=window, soft_cap=soft_cap,
+        interpret=interpret, options=options,
+    )  # fmt: skip
+    num_kv_heads = layout.num_kv_heads_of(kv_pages)
+    kernel = functools.partial(
+        _tile_kernel,
+        shape=kv_pages.shape,
+        group=q.shape[1] // num_kv_heads,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        split=options["split"],
+        block=options["tile_block"],
+    )
+    parts, lses = triton_call(
+        kernel,
+        grid=(num_kv_heads, plan.rows.shape[0]),
+        out_shape=(
+            jax.ShapeDtypeStruct(parts.shape, parts.dtype),
+            jax.ShapeDtypeStruct(lses.shape, lses.dtype),
+        ),
+        num_inputs=9,
+        num_warps=options["tile_warps"],
+        num_stages=options["tile_stages"],
+        interpret=interpret,
+        name="shared_prefix_attention",
+        aliases={7: 0, 8: 1},
+    )(layer, kv_lens, page_table, plan.rows, plan.splits, q, pool_rows(kv_pages), parts, lses)
+    return decode.merge_splits(
+        parts, lses, kv_lens, sinks, dtype=q.dtype, window=window, split=options["split"], interpret=interpret
+    )
+
+
+def _tile_kernel(
+    layer_ref, lens_ref, table_ref, rows_ref, splits_ref, q_ref, pool_ref, parts_ref, lses_ref, out_ref, lse_ref,
+    *, shape, group, scale, window, soft_cap, split, block,
+):  # fmt: skip
+    """States of one split for all rows of a tile; matrix row r is member `r // heads`, head `r % heads` of a group."""
+    del parts_ref, lses_ref  # aliased to out_ref and lse_ref
+    _, num_pages, num_kv_heads, _, page_size, head_dim = shape
+    head, tile = pl.program_id(0), pl.program_id(1)
+    number = splits_ref[tile]
+
+    @pl.when(number >= 0)
+    def _():
+        heads, dims = power_of_two(group), power_of_two(head_dim)
+        lane = jnp.arange(max(16, rows_ref.shape[1] * heads), dtype=jnp.int32)
+        member, lane_head = lane // heads, lane % heads
+        in_tile = member < rows_ref.shape[1]
+        row = pltriton.load(rows_ref.at[tile, jnp.where(in_tile, member, 0)], mask=in_tile, other=-1)
+        live_lane = (row >= 0) & (lane_head < group)
+        row = jnp.maximum(row, 0)
+        column = jnp.arange(dims, dtype=jnp.int32)[None, :]
+        inside = column < head_dim
+        q_head = head * group + jnp.minimum(lane_head, group - 1)
+        live = live_lane[:, None] & inside
+        q = pltriton.load(q_ref.at[row[:, None], q_head[:, None], column], mask=live, other=0.0)
+        lead, head_base = rows_ref[tile, 0], layer_ref[0] * num_pages
+        first = jnp.zeros_like(row)
+        if window is not None:
+            first = jnp.maximum(pltriton.load(lens_ref.at[row]) - window, 0)
+
+        def body(step, state):
+            key = number * split + step * block + jnp.arange(block, dtype=jnp.int32)
+            page = table_ref[lead, key // page_size]
+            key_row = ((head_base + jnp.maximum(page, 0)) * num_kv_heads + head) * (2 * page_size) + key % page_size
+            mask = jnp.broadcast_to((page >= 0)[:, None] & inside, (block, dims))
+            k = pltriton.load(pool_ref.at[key_row[:, None], column], mask=mask, other=0.0)
+            v = pltriton.load(pool_ref.at[(key_row + page_size)[:, None], column], mask=mask, other=0.0)
+            visible = jnp.broadcast_to(key[None, :] >= first[:, None], (lane.shape[0], block))
+            return softmax_step(state, q, k, v, visible, scale=scale, soft_cap=soft_cap)
+
+        state = jax.lax.fori_loop(0, split // block, body, empty_softmax(lane.shape[0], dims))
+        values, lse = softmax_mean(state)
+        # A split that a row's window has passed since the plan was made has no place among its states.
+        part = number - first // split
+        live_lane &= part >= 0
+        store = live_lane[:, None] & inside
+        row = jnp.where(live_lane, row, out_ref.shape[0])  # masked lanes must not name a place that others write
+        values_at = out_ref.at[row[:, None], part[:, None], (head * group + lane_head)[:, None], column]
+        pltriton.store(values_at, values, mask=store)
+        pltriton.store(lse_ref.at[row, part, head + jnp.zeros_like(row), lane_head], lse, mask=live_lane)
