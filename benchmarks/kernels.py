@@ -3,7 +3,7 @@
 Times are per call, from the difference between a jitted chain of `LONG` and one of `SHORT` calls (each call's queries
 come from the one before), so that dispatch cancels. Inputs of one chain are over 200 MB: layers are rotated.
 
-Usage: python benchmarks/kernels.py OUT.json [--check] [--tune] [--peer] [--only decode,prefill,append,copy]
+Usage: python benchmarks/kernels.py OUT.json [--check] [--tune] [--peer] [--only decode,shared,prefill,append,copy]
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ DECODE_CONFIGS: dict[str, list[dict[str, int]]] = {
             (64, 2048, 2, 4),
             (64, 2048, 4, 4),
             (64, 2048, 2, 3),
-            (128, 2048, 4, 3),
+            (64, 1024, 4, 4),
+            (64, 1024, 4, 3),
+            (64, 1024, 2, 3),
             (64, 512, 2, 4),
         ]
     ],
@@ -67,6 +69,11 @@ DECODE_CONFIGS: dict[str, list[dict[str, int]]] = {
         {"block": 128, "split": 2048, "stages": 4},
     ],
 }
+# split, rows of a tile, keys of a block, warps, stages
+SHARED_CONFIGS = [
+    (1024, 32, 64, 4, 3), (1024, 16, 64, 4, 3), (512, 32, 64, 4, 3), (512, 16, 64, 4, 3), (1024, 32, 64, 8, 3),
+    (1024, 16, 128, 4, 2), (512, 32, 128, 8, 2), (512, 8, 64, 4, 3), (1024, 8, 64, 4, 3),
+]  # fmt: skip
 PREFILL_CONFIGS = [
     {"block_q": block_q, "block_k": block_k, "num_warps": warps, "num_stages": stages}
     for block_q, block_k, warps, stages in [
@@ -95,6 +102,12 @@ def make_pool(key, B, K, D, ctx, S, dtype=jnp.bfloat16, min_bytes=300 << 20):
     pool = jax.jit(lambda key: jax.random.normal(key, shape, dtype))(key)
     table = np.random.default_rng(0).permutation(B * M).astype(np.int32).reshape(B, M)
     return pool, jnp.asarray(table)
+
+
+def temp_bytes(program) -> int:
+    """Scratch memory of a compiled program: shows that no pool was copied."""
+    memory = program.memory_analysis()
+    return -1 if memory is None else memory.temp_size_in_bytes
 
 
 def compile_chain(call, args):
@@ -137,8 +150,7 @@ def sweep(name, shape, calls, args, report):
         try:
             chain = future.result()
             row = time_chain(chain, args)
-            memory = chain.memory_analysis()
-            row["temp_bytes"] = memory.temp_size_in_bytes if memory else -1
+            row["temp_bytes"] = temp_bytes(chain)
         except Exception as error:
             row = {"error": repr(error)[:300]}
         report(name, shape, label, row)
@@ -160,6 +172,35 @@ def run_decode(shape, configs, implementations, report):
         for config in configs.get(name, [None]):
             calls[f"{name} {json.dumps(config)}"] = functools.partial(call, config=config)
     sweep("decode", shape, calls, (q, pool, table, lens), report)
+
+
+def run_shared(shape, report):
+    """Shared-prefix decode over split sizes, tile sizes and launch parameters, beside plain decode on the same table."""
+    B, H, K, D, ctx, S, shared = shape
+    pool, table = make_pool(jax.random.key(0), B, K, D, ctx, S)
+    table = table.at[:, : shared // S].set(table[0, : shared // S])
+    lens = jnp.full((B,), ctx, jnp.int32)
+    q = jax.random.normal(jax.random.key(1), (B, H, D), jnp.bfloat16)
+    kernel = kernel_of("shared_prefix_attention", "triton")
+    plain = kernel_of("paged_decode_attention", "triton")
+    calls = {}
+    for split, rows, block, warps, stages in SHARED_CONFIGS:
+        if rows > 2 * B:
+            continue
+        plan = pk.plan_shared_prefix(np.asarray(table), np.asarray(lens), S, split=split, rows_per_tile=rows)
+        config = {"tile_block": block, "tile_warps": warps, "tile_stages": stages}
+
+        def call(q, layer, pool, table, lens, plan=plan, split=split, config=config):
+            options = {**PLAIN, "scale": D**-0.5, "layer": layer}
+            return kernel(q, pool, table, lens, plan, split=split, config=config, **options)[0]
+
+        calls[f"shared split {split} rows {rows} {json.dumps(config)}"] = call
+
+    def plain_call(q, layer, pool, table, lens):
+        return plain(q, pool, table, lens, scale=D**-0.5, layer=layer, **PLAIN)[0]
+
+    calls["plain triton"] = plain_call
+    sweep("shared", shape, calls, (q, pool, table, lens), report)
 
 
 def run_prefill(shape, configs, implementations, report):
@@ -209,7 +250,7 @@ def run_append(report):
                 times.append((pair[1] - pair[0]) / 32 * 1e3)
             ms = statistics.median(times[1:])
             moved = 4 * k.nbytes
-            row = {"ms": ms, "GBps": moved / ms / 1e6, "temp_bytes": runs[0].memory_analysis().temp_size_in_bytes}
+            row = {"ms": ms, "GBps": moved / ms / 1e6, "temp_bytes": temp_bytes(runs[0])}
             report("append", [T, 8, 128], name, row)
 
 
@@ -232,7 +273,7 @@ def run_copies(report):
             jax.block_until_ready((pool, pages))
             times.append((time.perf_counter() - start) / len(ids) * 1e3)
         ms = statistics.median(times)
-        temp = program.memory_analysis().temp_size_in_bytes
+        temp = temp_bytes(program)
         report("copy", [256, 36], name, {"ms": ms, "GBps": 2 * pages.nbytes / ms / 1e6, "temp_bytes": temp})
 
 
@@ -242,7 +283,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="compare with float64 first")
     parser.add_argument("--tune", action="store_true", help="sweep launch parameters")
     parser.add_argument("--peer", action="store_true", help="time FlashInfer too")
-    parser.add_argument("--only", default="decode,prefill,append,copy")
+    parser.add_argument("--only", default="decode,shared,prefill,append,copy")
     parser.add_argument("--implementations", default="triton")
     parser.add_argument("--plain-peer", action="store_true", help="leave out the peer's shared-prefix kernels")
     parser.add_argument("--rows", type=int, default=None, help="only the first rows of each op")
@@ -258,10 +299,9 @@ def main() -> None:
         print(op, shape, label, text, flush=True)
         options.out.write_text(json.dumps(result, indent=1))
 
-    if options.plain_peer:
-        decode = [[*shape[:6], 0] for shape in decode]
+    peer_decode = [[*shape[:6], 0] for shape in decode] if options.plain_peer else decode
     peer = [sys.executable, str(Path(__file__).with_name("flashinfer_peer.py")), f"{options.out}.peer"]
-    peer += [json.dumps(decode if "decode" in only else []), json.dumps(prefill if "prefill" in only else [])]
+    peer += [json.dumps(peer_decode if "decode" in only else []), json.dumps(prefill if "prefill" in only else [])]
     compiling = subprocess.Popen([*peer, "--compile"]) if options.peer else None
     if options.check:
         import kernel_checks
@@ -275,6 +315,9 @@ def main() -> None:
         run_decode(shape, decode_configs, names, report)
     for shape in prefill if "prefill" in only else []:
         run_prefill(shape, prefill_configs, names, report)
+    for shape in decode if "shared" in only else []:
+        if shape[6]:
+            run_shared(shape, report)
     if "append" in only:
         run_append(report)
     if "copy" in only:

@@ -62,6 +62,7 @@ def test_shared_equals_plain_decode(implementation, window):
     rng = np.random.default_rng(1)
     q, pool, table, lens = shared_inputs(rng)
     plan = pk.plan_shared_prefix(table, lens, PAGE, split=SPLIT, rows_per_tile=4)
+    assert plan is not None
     options = {"window": window, "sinks": jnp.asarray(rng.normal(size=6), jnp.float32), "soft_cap": 9.0}
     args = (q, pool, jnp.asarray(table), jnp.asarray(lens))
     out, lse = pk.shared_prefix_attention(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +100,7 @@ def test_every_kernel_lowers_for_cuda_without_a_gpu(head_dim, dtype, monkeypatch
         monkeypatch.setattr(module, "interpret_here", lambda: False)
     monkeypatch.setattr(pallas_gpu, "tuned", lambda op, key, default: default)
 
-    def shape(*dims, kind=jnp.int32):
+    def shape(*dims, kind=jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(dims, kind)
 
     pool = shape(*pk.pool_shape(2, 64, 16, 2, head_dim), kind=dtype)
