@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from models import llama
+from models import gpt_oss, llama, qwen3
 from models.checkpoint import Checkpoint, SafetensorsCheckpoint, digest_of, read_config
 from models.errors import CheckpointError, UnsupportedAttentionError, UnsupportedModelError
 from models.gguf_checkpoint import GgufCheckpoint
@@ -35,7 +35,14 @@ class Family:
 
 LLAMA = Family(llama.Llama, llama.LlamaConfig.from_hf, llama.plan, llama.UNUSED_TENSORS)
 
-FAMILIES: dict[str, Family] = dict.fromkeys(llama.ARCHITECTURES, LLAMA)
+QWEN3 = Family(qwen3.Qwen3, qwen3.Qwen3Config.from_hf, qwen3.plan)
+GPT_OSS = Family(gpt_oss.GptOss, gpt_oss.GptOssConfig.from_hf, gpt_oss.plan)
+
+FAMILIES: dict[str, Family] = {
+    **dict.fromkeys(llama.ARCHITECTURES, LLAMA),
+    **dict.fromkeys(qwen3.ARCHITECTURES, QWEN3),
+    **dict.fromkeys(gpt_oss.ARCHITECTURES, GPT_OSS),
+}
 
 # Config keys of attentions that cache one latent vector (MLA) or select keys by an indexer (DSA).
 _LATENT_KEYS = ("kv_lora_rank", "qk_rope_head_dim", "index_topk", "index_n_heads")
@@ -51,8 +58,8 @@ def load(path_or_name: str | Path, dtype: Any = None, progress: Progress = None)
         path_or_name: a folder with `config.json` and safetensors, a `.gguf` file, or a name ("smollm2").
         dtype: dtype of weights, activations and KV; None: the config's, for a GGUF file float32 on a CPU and bfloat16
             elsewhere.
-        progress: True for a bar, or a function that is told of every parameter; the first report comes before anything is
-            read and says how much memory is needed.
+        progress: True for a bar, or a function that is told of every parameter; the first report comes before anything
+            is read and says how much memory is needed.
 
     Returns:
         The model, with its tokenizer if the checkpoint has one.
@@ -146,6 +153,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
     for name in names:
         if name in FAMILIES:
             return FAMILIES[name]
+    if "rope_ntk_alpha" in config:  # OpenAI's own config of GPT-OSS, which names no architecture
+        return GPT_OSS
     raise UnsupportedModelError(f"{names[0]} is not supported; supported: {supported}")
 
 

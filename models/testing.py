@@ -151,7 +151,7 @@ def dense_attend() -> Attend:
         values = jax.lax.dynamic_update_slice(kv.values[layer], v.astype(kv.values[layer].dtype), (kv.length, 0, 0))
         kv = DenseKV(_put(kv.keys, layer, keys), _put(kv.values, layer, values), kv.length)
 
-        tokens, heads, dim = q.shape
+        tokens, _, dim = q.shape
         grouped = q.astype(jnp.float32).reshape(tokens, keys.shape[1], -1, dim)
         scores = jnp.einsum("tkgd,skd->kgts", grouped, keys.astype(jnp.float32), precision="highest")
         scores = scores * (dim**-0.5 if scale is None else scale)

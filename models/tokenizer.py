@@ -59,8 +59,8 @@ class Tokenizer:
 
         Args:
             text: any text; special tokens in it (`<|im_start|>`) become their ids.
-            add_special_tokens: let the tokenizer add what it is configured to add (Llama 3: a leading BOS). Switch it off
-                for text that a chat template made, which has them already.
+            add_special_tokens: let the tokenizer add what it is configured to add (Llama 3: a leading BOS). Switch it
+                off for text that a chat template made, which has them already.
         """
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 

@@ -1,0 +1,278 @@
+"""GPT-OSS: sliding and full attention in turn, attention sinks, biases, and a clamped mixture of experts.
+
+    tokens -> embed -> [norm -> attention with sinks -> + -> norm -> experts -> +] x L -> norm -> hidden -> unembed
+
+Three layouts can be read: transformers' bfloat16, transformers' MXFP4 (as released) and OpenAI's `original/`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.checkpoint import config_dtype, required
+from models.errors import CheckpointError
+from models.layers import linear, rms_norm, split_qkv
+from models.model import Attend, Model, Params
+from models.moe import grouped_linear, mix_experts, topk_then_softmax
+from models.mxfp4 import BLOCK, dequantise
+from models.params import BYTES, Source, matrix, norm, stacked_rows, vector
+from models.rope import RopeConfig, apply_rope, rope_table
+from pallas_kernels.layout import LayerGroup
+
+ARCHITECTURES = ("GptOssForCausalLM",)
+SWIGLU_ALPHA = 1.702
+
+
+@dataclass(frozen=True)
+class GptOssConfig:
+    """Shape of a model.
+
+    Attributes:
+        vocab_size: token ids, V.
+        hidden_size: width of the residual stream, E.
+        intermediate_size: width of an expert.
+        num_layers, num_heads, num_kv_heads, head_dim: L, H, K, D; H * D is not E.
+        num_experts, experts_per_token: of every layer.
+        rope: rotary embedding (YaRN).
+        windows: for each layer its window in tokens, the token itself included, or None for full attention.
+        swiglu_limit: gate is clamped from above, up from both sides.
+        rms_norm_eps: added to the mean square.
+        max_context: longest sequence in tokens.
+        tied: the unembedding is the embedding.
+        dtype: dtype of weights, activations and KV.
+        layout: how the checkpoint stores the weights: "bf16", "mxfp4" or "original".
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_experts: int
+    experts_per_token: int
+    rope: RopeConfig
+    windows: tuple[int | None, ...]
+    swiglu_limit: float = 7.0
+    rms_norm_eps: float = 1e-5
+    max_context: int = 131072
+    tied: bool = False
+    dtype: Any = jnp.bfloat16
+    layout: str = "bf16"
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], dtype: Any = None) -> GptOssConfig:
+        """Reads the keys of a `config.json`, transformers' or OpenAI's own. Raises CheckpointError."""
+        original = "rope_ntk_alpha" in config
+        if original:
+            config = _from_original(config)
+        method = (config.get("quantization_config") or {}).get("quant_method")
+        if method not in (None, "mxfp4"):
+            raise CheckpointError(f"a GPT-OSS quantised by {method!r} is not supported; supported: mxfp4")
+        layers, head_dim = required(config, "num_hidden_layers"), required(config, "head_dim")
+        window = required(config, "sliding_window")
+        kinds = config.get("layer_types") or ["sliding_attention", "full_attention"] * layers
+        return cls(
+            vocab_size=required(config, "vocab_size"),
+            hidden_size=required(config, "hidden_size"),
+            intermediate_size=required(config, "intermediate_size"),
+            num_layers=layers,
+            num_heads=required(config, "num_attention_heads"),
+            num_kv_heads=required(config, "num_key_value_heads"),
+            head_dim=head_dim,
+            num_experts=required(config, "num_local_experts", "num_experts"),
+            experts_per_token=required(config, "num_experts_per_tok", "experts_per_token"),
+            rope=RopeConfig.from_hf(config, head_dim),
+            windows=tuple(window if kind == "sliding_attention" else None for kind in kinds[:layers]),
+            swiglu_limit=float(config.get("swiglu_limit", 7.0)),
+            rms_norm_eps=config.get("rms_norm_eps", 1e-5),
+            max_context=required(config, "max_position_embeddings"),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            dtype=config_dtype(config, dtype),
+            layout="original" if original else method or "bf16",
+        )
+
+
+def _from_original(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """OpenAI's keys as transformers' keys."""
+    scaling = {
+        "rope_type": "yarn",
+        "factor": config["rope_scaling_factor"],
+        "beta_slow": config["rope_ntk_alpha"],
+        "beta_fast": config["rope_ntk_beta"],
+        "original_max_position_embeddings": config["initial_context_length"],
+        "truncate": False,
+    }
+    longest = int(config["initial_context_length"] * config["rope_scaling_factor"])
+    return {**config, "rope_scaling": scaling, "max_position_embeddings": longest}
+
+
+def plan(c: GptOssConfig) -> Params:
+    """The parameters and the tensors they are read from.
+
+    In files, gate and up alternate: even outputs are gate, odd ones up. Here gate comes first, then up, as everywhere.
+    """
+    return _plan_original(c) if c.layout == "original" else _plan_hf(c)
+
+
+def _plan_hf(c: GptOssConfig) -> Params:
+    def layer(i: int) -> dict[str, Source]:
+        attn, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
+        rows = {"q": c.num_heads * c.head_dim, "k": c.num_kv_heads * c.head_dim, "v": c.num_kv_heads * c.head_dim}
+        experts = _mxfp4 if c.layout == "mxfp4" else _transposed
+        packed = c.layout == "mxfp4"
+        gate_up, down = f"{mlp}experts.gate_up_proj", f"{mlp}experts.down_proj"
+        parts = ("_blocks", "_scales") if packed else ("",)
+        return {
+            "attn_norm": norm(f"model.layers.{i}.input_layernorm.weight", c.hidden_size),
+            "qkv": stacked_rows(*(matrix(f"{attn}{n}_proj.weight", r, c.hidden_size) for n, r in rows.items())),
+            "qkv_bias": stacked_rows(*(vector(f"{attn}{n}_proj.bias", r) for n, r in rows.items())),
+            "out": matrix(attn + "o_proj.weight", c.hidden_size, rows["q"]),
+            "out_bias": vector(attn + "o_proj.bias", c.hidden_size),
+            "sinks": vector(attn + "sinks", c.num_heads),
+            "mlp_norm": norm(f"model.layers.{i}.post_attention_layernorm.weight", c.hidden_size),
+            "router": matrix(mlp + "router.weight", c.num_experts, c.hidden_size),
+            "router_bias": vector(mlp + "router.bias", c.num_experts),
+            "gate_up": _gate_first(experts(gate_up, parts, c.num_experts, 2 * c.intermediate_size, c.hidden_size)),
+            "gate_up_bias": _gate_first(matrix(gate_up + "_bias", c.num_experts, 2 * c.intermediate_size)),
+            "down": experts(down, parts, c.num_experts, c.hidden_size, c.intermediate_size),
+            "down_bias": matrix(down + "_bias", c.num_experts, c.hidden_size),
+        }
+
+    tree = {
+        "embed": matrix("model.embed_tokens.weight", c.vocab_size, c.hidden_size),
+        "layers": [layer(i) for i in range(c.num_layers)],
+        "norm": norm("model.norm.weight", c.hidden_size),
+    }
+    if not c.tied:
+        tree["unembed"] = matrix("lm_head.weight", c.vocab_size, c.hidden_size)
+    return tree
+
+
+def _plan_original(c: GptOssConfig) -> Params:
+    def layer(i: int) -> dict[str, Source]:
+        attn, mlp = f"block.{i}.attn.", f"block.{i}.mlp."
+        qkv_rows, q_rows = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.num_heads * c.head_dim
+        parts = (".blocks", ".scales")
+        mlp1 = _mxfp4(mlp + "mlp1_weight", parts, c.num_experts, 2 * c.intermediate_size, c.hidden_size)
+        return {
+            "attn_norm": norm(attn + "norm.scale", c.hidden_size),
+            "qkv": matrix(attn + "qkv.weight", qkv_rows, c.hidden_size),
+            "qkv_bias": vector(attn + "qkv.bias", qkv_rows),
+            "out": matrix(attn + "out.weight", c.hidden_size, q_rows),
+            "out_bias": vector(attn + "out.bias", c.hidden_size),
+            "sinks": vector(attn + "sinks", c.num_heads),
+            "mlp_norm": norm(mlp + "norm.scale", c.hidden_size),
+            "router": matrix(mlp + "gate.weight", c.num_experts, c.hidden_size),
+            "router_bias": vector(mlp + "gate.bias", c.num_experts),
+            "gate_up": _gate_first(mlp1),
+            "gate_up_bias": _gate_first(matrix(mlp + "mlp1_bias", c.num_experts, 2 * c.intermediate_size)),
+            "down": _mxfp4(mlp + "mlp2_weight", parts, c.num_experts, c.hidden_size, c.intermediate_size),
+            "down_bias": matrix(mlp + "mlp2_bias", c.num_experts, c.hidden_size),
+        }
+
+    return {
+        "embed": matrix("embedding.weight", c.vocab_size, c.hidden_size),
+        "layers": [layer(i) for i in range(c.num_layers)],
+        "norm": norm("norm.scale", c.hidden_size),
+        "unembed": matrix("unembedding.weight", c.vocab_size, c.hidden_size),
+    }
+
+
+def _transposed(name: str, parts: Sequence[str], experts: int, rows: int, columns: int) -> Source:
+    """Expert weights [E, out, in] of a tensor [E, in, out]."""
+    stored = ((name + parts[0], (experts, columns, rows)),)
+    return Source((experts, rows, columns), stored, lambda arrays: arrays[0].swapaxes(1, 2), fan_in=columns)
+
+
+def _mxfp4(name: str, parts: Sequence[str], experts: int, rows: int, columns: int) -> Source:
+    """Expert weights [E, out, in] of packed ones, which are stored that way round; dequantised while loading."""
+    blocks, scales = (experts, rows, columns // BLOCK, BLOCK // 2), (experts, rows, columns // BLOCK)
+
+    def build(arrays: Sequence[np.ndarray]) -> np.ndarray:
+        # An expert at a time, in bfloat16, which holds every product of a 4-bit float and a power of two exactly.
+        return np.stack([dequantise(b, s).astype(jnp.bfloat16) for b, s in zip(*arrays, strict=True)])
+
+    stored = ((name + parts[0], blocks), (name + parts[1], scales))
+    return Source((experts, rows, columns), stored, build, BYTES, fan_in=columns)
+
+
+def _gate_first(source: Source) -> Source:
+    """Outputs 0, 2, 4, ... (gate) before 1, 3, 5, ... (up), on axis 1."""
+    build: Callable[[Sequence[np.ndarray]], np.ndarray] = source.build
+
+    def reordered(arrays: Sequence[np.ndarray]) -> np.ndarray:
+        value = build(arrays)
+        return np.concatenate([value[:, 0::2], value[:, 1::2]], axis=1)
+
+    return Source(source.shape, source.tensors, reordered, source.stored, source.fan_in)
+
+
+@dataclass(frozen=True, eq=False)
+class GptOss(Model):
+    """A GPT-OSS; see `models.model.Model` for what it can do."""
+
+    config: GptOssConfig
+
+    @property
+    def kv_groups(self) -> tuple[LayerGroup, ...]:
+        """Layers of full attention, then a group for each window."""
+        c = self.config
+        groups: dict[int | None, list[int]] = {None: []}
+        for i, window in enumerate(c.windows):
+            groups.setdefault(window, []).append(i)
+        return tuple(
+            LayerGroup(tuple(layers), c.num_kv_heads, c.head_dim, jnp.dtype(c.dtype), window)
+            for window, layers in groups.items()
+            if layers
+        )
+
+    def forward(
+        self, params: Params, tokens: jax.Array, positions: jax.Array, kv: Any, attend: Attend
+    ) -> tuple[jax.Array, Any]:
+        """See `Model.forward`."""
+        c = self.config
+        rotation = rope_table(c.rope, positions)
+        scale = 1 / math.sqrt(c.head_dim)
+        x = params["embed"][tokens]
+        for i, layer in enumerate(params["layers"]):
+            normed = rms_norm(x, layer["attn_norm"], c.rms_norm_eps, round_last=True)
+            qkv = linear(normed, layer["qkv"], layer["qkv_bias"])
+            q, k, v = split_qkv(qkv, c.num_heads, c.num_kv_heads, c.head_dim)
+            q, k = apply_rope(q, *rotation), apply_rope(k, *rotation)
+            o, kv = attend(kv, i, q, k, v, scale=scale, window=c.windows[i], sinks=layer["sinks"])
+            x = x + linear(o.reshape(x.shape[0], -1), layer["out"], layer["out_bias"])
+            normed = rms_norm(x, layer["mlp_norm"], c.rms_norm_eps, round_last=True)
+            x = x + experts_mlp(c, layer, normed)
+        return rms_norm(x, params["norm"], c.rms_norm_eps, round_last=True), kv
+
+    def unembed(self, params: Params, hidden: jax.Array) -> jax.Array:
+        """See `Model.unembed`."""
+        return linear(hidden, params.get("unembed", params["embed"]), out_dtype=jnp.float32)
+
+
+def experts_mlp(c: GptOssConfig, layer: Params, x: jax.Array) -> jax.Array:
+    """Each row of x [T, E] through its experts."""
+
+    def expert_mlp(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        gate_up = grouped_linear(rows, layer["gate_up"], group_sizes, layer["gate_up_bias"])
+        return grouped_linear(clamped_swiglu(gate_up, c.swiglu_limit), layer["down"], group_sizes, layer["down_bias"])
+
+    logits = linear(x, layer["router"], out_dtype=jnp.float32) + layer["router_bias"].astype(jnp.float32)
+    weights, experts = topk_then_softmax(logits, c.experts_per_token)
+    return mix_experts(x, weights, experts, c.num_experts, expert_mlp)
+
+
+def clamped_swiglu(gate_up: jax.Array, limit: float) -> jax.Array:
+    """`(up + 1) * gate * sigmoid(1.702 gate)`, gate at most `limit`, up within +-`limit`; float32, rounded once."""
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return ((up + 1) * gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate)).astype(gate_up.dtype)

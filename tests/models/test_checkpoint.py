@@ -1,0 +1,202 @@
+"""Checkpoints that are whole load in any form; broken ones are refused with the names of what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from model_data import TINY, copy_checkpoint, golden
+from safetensors.numpy import load_file, save_file
+
+import models
+from models.testing import reference_logits, tiny_llama
+from models.tokenizer import Tokenizer
+
+Tensors = dict[str, np.ndarray]
+
+
+def rewrite(folder: Path, change: Callable[[Tensors], None]) -> Path:
+    """Changes the tensors of a copied checkpoint."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def shard(folder: Path, parts: int) -> Path:
+    """Splits a copied checkpoint into shards with an index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    weight_map = {}
+    for part in range(parts):
+        file_name = f"model-{part + 1:05d}-of-{parts:05d}.safetensors"
+        names = sorted(tensors)[part::parts]
+        save_file({name: tensors[name] for name in names}, folder / file_name)
+        weight_map |= dict.fromkeys(names, file_name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def equal(a: models.Model, b: models.Model) -> bool:
+    return jax.tree.all(jax.tree.map(lambda x, y: bool(jnp.array_equal(x, y)), a.params, b.params))
+
+
+def test_shards_are_the_same_model(tmp_path: Path) -> None:
+    assert equal(models.load(shard(copy_checkpoint("llama", tmp_path), 3)), models.load(TINY / "llama"))
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    folder = shard(copy_checkpoint("llama", tmp_path), 3)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(models.CheckpointError, match=r"model-00002-of-00003\.safetensors"):
+        models.load(folder)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_float_dtype_loads_and_computes(dtype: str, tmp_path: Path) -> None:
+    def cast(tensors: Tensors) -> None:
+        tensors.update({name: value.astype(jnp.dtype(dtype)) for name, value in tensors.items()})
+
+    folder = rewrite(copy_checkpoint("llama", tmp_path, dtype=dtype), cast)
+    model, data = models.load(folder), golden("llama")
+    assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {jnp.dtype(dtype)}
+    assert model.kv_groups[0].dtype == jnp.dtype(dtype)
+    logits = reference_logits(model, data["ids"][0])
+    scale = np.abs(data["logits"][0]).max()
+    assert logits.dtype == np.float32
+    assert (
+        np.abs(logits - data["logits"][0]).max() < {"float32": 1e-4, "float16": 1e-2, "bfloat16": 6e-2}[dtype] * scale
+    )
+    as_float32 = models.load(folder, dtype="float32")
+    assert {leaf.dtype for leaf in jax.tree.leaves(as_float32.params)} == {jnp.dtype("float32")}
+
+
+def test_all_that_does_not_fit_is_named_before_anything_is_read(tmp_path: Path) -> None:
+    def spoil(tensors: Tensors) -> None:
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.layers.0.self_attn.q_proj.bias"] = np.zeros(128, np.float32)
+        tensors["model.norm.weight"] = np.zeros(63, np.float32)
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].astype(np.int32)
+
+    folder = rewrite(copy_checkpoint("llama", tmp_path), spoil)
+    reports = []
+    with pytest.raises(models.CheckpointError) as caught:
+        models.load(folder, progress=reports.append)
+    message = str(caught.value)
+    assert "1 tensors missing: model.layers.1.mlp.up_proj.weight" in message
+    assert "1 tensors not expected: model.layers.0.self_attn.q_proj.bias" in message
+    assert "model.norm.weight is (63,), expected (64,)" in message
+    assert "lm_head.weight is I32, expected F32 or F16 or BF16" in message
+    assert not reports
+
+
+def test_a_layer_too_many_is_named(tmp_path: Path) -> None:
+    with pytest.raises(models.CheckpointError, match=r"not expected: model\.layers\.2\."):
+        models.load(copy_checkpoint("llama", tmp_path, num_hidden_layers=2))
+
+
+def test_tied_embeddings_need_no_head_and_may_have_one(tmp_path: Path) -> None:
+    assert "unembed" not in models.load(TINY / "qwen3").params
+    folder = copy_checkpoint("qwen3", tmp_path)
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].copy()}))
+    assert equal(models.load(folder), models.load(TINY / "qwen3"))
+
+
+@pytest.mark.parametrize("keep", [4, 1000, 100_000])
+def test_a_truncated_safetensors_file_is_refused(keep: int, tmp_path: Path) -> None:
+    path = copy_checkpoint("llama", tmp_path) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(models.CheckpointError, match=r"model\.safetensors is not a whole safetensors file"):
+        models.load(path.parent)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"GGUF", b"GGUF\x03\x00\x00\x00" + b"\x01\x00\x00\x00\x00\x00\x00\x00" * 2, b"no"]
+)
+def test_a_truncated_gguf_file_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    with pytest.raises(models.CheckpointError, match="not a whole GGUF file"):
+        models.load(path)
+
+
+def test_memory_is_told_without_loading() -> None:
+    model = models.load(TINY / "llama")
+    assert models.checkpoint_memory(TINY / "llama") == sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    assert models.checkpoint_memory(TINY / "llama", "bfloat16") * 2 == models.checkpoint_memory(TINY / "llama")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512, "qk_rope_head_dim": 64},
+        {"architectures": ["DeepseekV32ForCausalLM"], "kv_lora_rank": 512, "index_topk": 2048},
+        {"architectures": ["KimiLinearForCausalLM"], "kv_lora_rank": 512},
+    ],
+)
+def test_latent_attention_is_refused_before_weights_are_looked_at(config: dict[str, object], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(b"broken, and never opened")
+    with pytest.raises(models.UnsupportedAttentionError) as caught:
+        models.load(tmp_path)
+    assert str(config["architectures"][0]) in str(caught.value)  # type: ignore[index]
+    assert "supported: LlamaForCausalLM" in str(caught.value)
+
+
+def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"]}')
+    with pytest.raises(models.UnsupportedModelError, match=r"MambaForCausalLM is not supported; supported: Llama"):
+        models.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope type 'longrope'"),
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"hidden_size": None}, "no 'hidden_size'"),
+        ({"dtype": "int8"}, "cannot compute in int8"),
+    ],
+)
+def test_configs_that_are_not_supported_say_why(changes: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(models.CheckpointError, match=message):
+        models.load(copy_checkpoint("llama", tmp_path, **changes))
+
+
+def test_what_does_not_exist_is_an_error_that_knows_the_names(tmp_path: Path) -> None:
+    with pytest.raises(models.CheckpointError, match=r"no-such-model.*smollm2"):
+        models.load("no-such-model")
+    with pytest.raises(models.CheckpointError, match=r"has no config\.json"):
+        models.load(tmp_path)
+    (tmp_path / "file.txt").write_text("x")
+    with pytest.raises(models.CheckpointError, match=r"neither a checkpoint folder nor a \.gguf file"):
+        models.load(tmp_path / "file.txt")
+
+
+def test_a_tokenizer_in_the_folder_is_used_and_a_broken_one_refused(tmp_path: Path) -> None:
+    folder, toy = copy_checkpoint("llama", tmp_path), tiny_llama(vocab=512).tokenizer
+    assert toy is not None
+    toy.backend.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    model = models.load(folder)
+    assert isinstance(model.tokenizer, Tokenizer)
+    assert model.tokenizer.digest == toy.digest == model.identity["tokenizer"]
+    assert model.tokenizer.chat_template == "{{ messages }}"
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(models.CheckpointError, match=r"tokenizer\.json is not a tokenizer"):
+        models.load(folder)
+
+
+def test_identity_changes_with_what_it_names(tmp_path: Path) -> None:
+    base = models.load(TINY / "llama").identity
+    longer = models.load(copy_checkpoint("llama", tmp_path, max_position_embeddings=4096)).identity
+    assert base["config"] != longer["config"]
+    assert base["revision"] != longer["revision"]
+    assert models.load(TINY / "llama", dtype="bfloat16").identity["dtype"] != base["dtype"]
+    assert models.load(TINY / "llama").identity == base

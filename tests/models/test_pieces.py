@@ -1,0 +1,152 @@
+"""The small pieces, each against a second way to compute it."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import models
+from models.gguf_checkpoint import _unpermute
+from models.layers import rms_norm
+from models.moe import grouped_linear, mix_experts, softmax_then_topk, topk_then_softmax
+from models.mxfp4 import dequantise
+from models.rope import RopeConfig, apply_rope, rope_table
+from models.testing import TOY_EOS, reference_generate, reference_logits, tiny_hybrid, tiny_llama, toy_tokenizer
+
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RNG.standard_normal(shape, np.float32)
+
+
+def test_rope_makes_scores_depend_on_distance_only() -> None:
+    rope, q, k = RopeConfig(16, theta=100.0), jnp.asarray(normal(1, 1, 16)), jnp.asarray(normal(1, 1, 16))
+
+    def score(at_q: int, at_k: int) -> float:
+        tables = [rope_table(rope, jnp.asarray([at])) for at in (at_q, at_k)]
+        return float(jnp.sum(apply_rope(q, *tables[0]) * apply_rope(k, *tables[1])))
+
+    assert score(7, 3) == pytest.approx(score(104, 100), abs=1e-4)
+    assert score(7, 3) != pytest.approx(score(8, 3), abs=1e-4)
+
+
+def test_yarn_of_gpt_oss_has_the_published_amplitude_and_no_rounding() -> None:
+    rope = RopeConfig(64, 150000.0, "yarn", factor=32.0, original_context=4096, truncate=False)
+    assert rope.amplitude == pytest.approx(1.3466, abs=1e-4)
+    plain = RopeConfig(64, 150000.0).frequencies()
+    ratio = plain / rope.frequencies()
+    assert ratio[0] == pytest.approx(1)
+    assert ratio[-1] == pytest.approx(32)
+    assert np.all(np.diff(ratio) >= -1e-5)
+
+
+def test_llama3_keeps_fast_frequencies_and_divides_slow_ones() -> None:
+    rope = RopeConfig(64, 500000.0, "llama3", factor=32.0, original_context=8192)
+    plain = RopeConfig(64, 500000.0).frequencies()
+    turns, ratio = 8192 * plain / (2 * math.pi), plain / rope.frequencies()
+    np.testing.assert_allclose(ratio[turns > 4], 1, rtol=1e-5)
+    np.testing.assert_allclose(ratio[turns < 1], 32, rtol=1e-5)
+
+
+def test_the_two_norms_differ_in_the_last_bit_of_bfloat16_only() -> None:
+    x, weight = jnp.asarray(normal(64, 64), jnp.bfloat16), jnp.asarray(1 + normal(64) / 4, jnp.bfloat16)
+    first, last = rms_norm(x, weight, 1e-6), rms_norm(x, weight, 1e-6, round_last=True)
+    assert first.dtype == last.dtype == jnp.bfloat16
+    assert not jnp.array_equal(first, last)
+    np.testing.assert_allclose(np.float32(first), np.float32(last), rtol=2**-7)
+
+
+def test_unpermute_undoes_what_llama_cpp_does() -> None:
+    heads, dim, columns = 3, 8, 5
+    rows = normal(heads * dim, columns)
+    stored = rows.reshape(heads, 2, dim // 2, columns).swapaxes(1, 2).reshape(rows.shape)  # convert_hf_to_gguf.py
+    np.testing.assert_array_equal(_unpermute(stored, heads), rows)
+
+
+def test_mxfp4_low_nibble_first_with_one_scale_a_block() -> None:
+    blocks = np.zeros((1, 2, 16), np.uint8)
+    blocks[0, 0, 0] = 0x72  # codes 2, 7
+    blocks[0, 1, 15] = 0x9F  # codes 15, 9
+    values = dequantise(blocks, np.array([[127, 129]], np.uint8))
+    assert values.shape == (1, 64)
+    assert values[0, :2].tolist() == [1.0, 6.0]
+    assert values[0, 62:].tolist() == [-24.0, -2.0]
+    assert not values[0, 2:62].any()
+
+
+def test_mixture_equals_a_loop_over_tokens_and_their_experts() -> None:
+    x, weight, bias = normal(7, 8), normal(5, 6, 8), normal(5, 6)
+    weights, experts = topk_then_softmax(jnp.asarray(normal(7, 5)), 2)
+
+    def mlp(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        return grouped_linear(rows, jnp.asarray(weight), group_sizes, jnp.asarray(bias))
+
+    mixed = mix_experts(jnp.asarray(x), weights, experts, 5, mlp)
+    expected = [
+        sum(float(w) * (weight[e] @ row + bias[e]) for w, e in zip(ws, es, strict=True))
+        for row, ws, es in zip(x, np.asarray(weights), np.asarray(experts), strict=True)
+    ]
+    np.testing.assert_allclose(mixed, np.stack(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_mixture_of_a_token_does_not_depend_on_its_neighbours() -> None:
+    x, weight = jnp.asarray(normal(9, 8)), jnp.asarray(normal(4, 8, 8))
+    weights, experts = softmax_then_topk(jnp.asarray(normal(9, 4)), 2, normalise=True)
+    order = jnp.asarray(RNG.permutation(9))
+    mlp = lambda rows, sizes: grouped_linear(rows, weight, sizes)  # noqa: E731
+    mixed = mix_experts(x, weights, experts, 4, mlp)
+    shuffled = mix_experts(x[order], weights[order], experts[order], 4, mlp)
+    assert jnp.array_equal(mixed[order], shuffled)
+
+
+def test_the_two_routers_differ_as_they_should() -> None:
+    logits = jnp.asarray([[0.0, 1.0, 2.0, 3.0]])
+    after, experts = topk_then_softmax(logits, 2)
+    kept, _ = softmax_then_topk(logits, 2, normalise=False)
+    assert experts.tolist() == [[3, 2]]
+    assert float(after.sum()) == pytest.approx(1)
+    assert float(kept.sum()) < 0.9
+    np.testing.assert_allclose(softmax_then_topk(logits, 2, normalise=True)[0], after, rtol=1e-6)
+
+
+def test_tiny_models_are_functions_of_their_seed() -> None:
+    prompt = [3, 4, 5, 6, 7]
+    logits = reference_logits(tiny_llama(1), prompt)
+    np.testing.assert_array_equal(logits, reference_logits(tiny_llama(1), prompt))
+    assert not np.array_equal(logits, reference_logits(tiny_llama(2), prompt))
+    assert len(reference_generate(tiny_llama(), prompt, 4)) == 4
+
+
+def test_tiny_hybrid_forgets_what_its_windows_have_passed() -> None:
+    model = tiny_hybrid(layers=1, window=4)  # one sliding layer: the last token sees four
+    assert [(g.layers, g.window) for g in tiny_hybrid(window=4).kv_groups] == [((1, 3), None), ((0, 2), 4)]
+    far, near = [9, 3, 4, 5, 6, 7], [3, 3, 4, 5, 6, 8]
+    logits = reference_logits(model, [3, 3, 4, 5, 6, 7])[-1]
+    np.testing.assert_allclose(reference_logits(model, far)[-1], logits, atol=1e-6)
+    assert np.abs(reference_logits(model, near)[-1] - logits).max() > 1e-3
+
+
+def test_toy_tokenizer_round_trips_and_parses_specials() -> None:
+    tokenizer = toy_tokenizer()
+    text = "Hello, world\n7"
+    assert tokenizer.vocab_size == 128
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode("a<eos>")[-1] == TOY_EOS
+
+
+def test_random_models_of_any_family_come_from_a_config() -> None:
+    config = {
+        "architectures": ["GptOssForCausalLM"],
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "sliding_window": 4, "max_position_embeddings": 4096,
+        "quantization_config": {"quant_method": "mxfp4"}, "rope_theta": 150000.0,
+    }  # fmt: skip
+    model = models.from_config(config, dtype="float32")
+    assert np.isfinite(reference_logits(model, range(10))).all()
+    assert [group.window for group in model.kv_groups] == [None, 4]
