@@ -1,12 +1,15 @@
 # make demo | test | test-all | check | gpu-check. Each creates $(VENV) when needed.
 #   PYTHON=...  the Python (>= 3.12) that creates the environment; found by itself otherwise (scripts/find_python.sh)
 #   EXTRA=...   accelerator extra: cuda13 on an NVIDIA machine, none otherwise; `EXTRA=` for none, `EXTRA=cuda12` for CUDA 12
+#   JOBS=...    test processes, 2 by default
 #   PY=...      use this interpreter as it is and install nothing (it must have the dependencies already)
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
 VENV ?= .venv
+# Test processes: most of the suite's time is XLA compiling, one core each.
+JOBS ?= 2
 PYTHON ?=
 EXTRA ?= auto
 export PYTHON EXTRA
@@ -35,7 +38,7 @@ demo: $(RUN_ENV)
 	@$(PY) -m prefix_reuse.cli demo $(DEMO_ARGS)
 
 test: $(DEV_ENV)
-	@$(PY) -m pytest $(TEST_ARGS)
+	@$(PY) -m pytest -n $(JOBS) --dist loadfile $(TEST_ARGS)
 
 test-all: $(DEV_ENV)
 	@$(PY) -m pytest -m "not gpu" $(TEST_ARGS)

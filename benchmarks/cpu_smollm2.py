@@ -62,7 +62,7 @@ def peer(gguf: str) -> None:
         elif name == "reuse":
             token = forward(ids[CACHED:], cache).argmax().item()
             print(json.dumps({"ms": (time.perf_counter() - start) * 1e3, "token": token}), flush=True)
-            cache.crop(CACHED)
+            cache.crop(-NEW)
             continue
         else:
             token = forward(ids[CACHED:], cache).argmax().item()
@@ -70,7 +70,7 @@ def peer(gguf: str) -> None:
             for _ in range(DECODE):
                 token = forward([token], cache).argmax().item()
             spent = (time.perf_counter() - start) / DECODE
-            cache.crop(CACHED)
+            cache.crop(-NEW - DECODE)
             print(json.dumps({"ms": spent * 1e3}), flush=True)
             continue
         print(json.dumps({"ms": (time.perf_counter() - start) * 1e3}), flush=True)
@@ -80,7 +80,8 @@ class Peer:
     """The HF side."""
 
     def __init__(self, python: str, gguf: Path):
-        command = [python, str(Path(__file__).resolve()), "--peer", str(gguf)]
+        # -P: this folder holds files with names that transformers looks for.
+        command = [python, "-P", str(Path(__file__).resolve()), "--peer", str(gguf)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.versions = self.read()
 

@@ -19,6 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+LAYOUT = "K,2,S,D"
+"""Order of a page's axes; part of every cache namespace, so that pages of another layout never match."""
 HEAD_AXIS, KV_AXIS, SLOT_AXIS, DIM_AXIS = -4, -3, -2, -1  # within one page
 PAGE_NDIM = 4
 

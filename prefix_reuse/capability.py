@@ -52,6 +52,11 @@ def check_model(model: Any) -> None:
     ]
     if missing:
         raise ConfigError(f"{type(model).__name__} is not a model: it has no {', '.join(missing)}")
+    for group in model.kv_groups:
+        if not jnp.issubdtype(group.dtype, jnp.floating) or jnp.dtype(group.dtype).itemsize < 2:
+            raise ConfigError(
+                f"KV pages hold f32, bf16 or f16; quantised KV ({jnp.dtype(group.dtype).name}) is not supported"
+            )
     layers = sorted(layer for group in model.kv_groups for layer in group.layers)
     if not layers or layers != list(range(len(layers))):
         raise ConfigError(f"kv_groups must name each layer 0..L-1 exactly once, got {layers}")

@@ -28,6 +28,8 @@ class EngineConfig:
     """Tokens per sequence at most, prompt and output; None = the model's own limit."""
     max_prefill_tokens: int = 512
     """Tokens computed by one prefill call; longer suffixes are prefilled in chunks. A power of two."""
+    min_prefill_tokens: int = 16
+    """Tokens of the smallest prefill program, a power of two: shorter suffixes are padded to it. Larger compiles less."""
     decode_steps: int = 8
     """Decode steps inside one jitted call, between two scheduling boundaries."""
     max_stop_ids: int = 8
@@ -67,6 +69,8 @@ class EngineConfig:
                 f"max_prefill_tokens must be a power of two and at least page_size={self.page_size}, "
                 f"got {self.max_prefill_tokens}"
             )
+        if not is_power_of_two(self.min_prefill_tokens):
+            raise ConfigError(f"min_prefill_tokens must be a power of two, got {self.min_prefill_tokens}")
         for name in ("num_device_pages", "num_host_pages", "max_rows", "decode_steps", "max_stop_ids"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -129,13 +133,21 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(int(t) for t in self.stop_token_ids))
         checks = (
             (self.max_tokens >= 1, "max_tokens must be at least 1", self.max_tokens),
-            (0.0 <= self.temperature < float("inf"), "temperature must be finite and >= 0", self.temperature),
-            (self.top_k >= 0, "top_k must be >= 0", self.top_k),
+            (
+                self.temperature == 0 or 1e-4 <= self.temperature <= 1e4,
+                "temperature must be 0 or in [1e-4, 1e4]",
+                self.temperature,
+            ),
+            (0 <= self.top_k < 2**31, "top_k must be in [0, 2**31)", self.top_k),
             (0.0 < self.top_p <= 1.0, "top_p must be in (0, 1]", self.top_p),
             (0 <= self.seed < 2**32, "seed must fit 32 unsigned bits", self.seed),
-            (0.0 < self.repetition_penalty < float("inf"), "repetition_penalty must be > 0", self.repetition_penalty),
-            (abs(self.presence_penalty) < float("inf"), "presence_penalty must be finite", self.presence_penalty),
-            (abs(self.frequency_penalty) < float("inf"), "frequency_penalty must be finite", self.frequency_penalty),
+            (
+                1e-4 <= self.repetition_penalty <= 1e4,
+                "repetition_penalty must be in [1e-4, 1e4]",
+                self.repetition_penalty,
+            ),
+            (abs(self.presence_penalty) <= 1e4, "presence_penalty must be in [-1e4, 1e4]", self.presence_penalty),
+            (abs(self.frequency_penalty) <= 1e4, "frequency_penalty must be in [-1e4, 1e4]", self.frequency_penalty),
             (self.n >= 1, "n must be at least 1", self.n),
             (all(self.stop), "stop strings must not be empty", self.stop),
             (all(t >= 0 for t in self.stop_token_ids), "stop_token_ids must be >= 0", self.stop_token_ids),

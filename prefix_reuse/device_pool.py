@@ -138,8 +138,8 @@ class DevicePool:
         self._freed.add(page)
 
     def take_freed(self) -> list[int]:
-        """Pages that became free since the last call and still are."""
-        freed = sorted(self._freed.intersection(self._free))
+        """Pages that lost their contents since the last call, by release or by reclaiming."""
+        freed = sorted(self._freed)
         self._freed.clear()
         return freed
 
@@ -160,6 +160,7 @@ class DevicePool:
                 page, _ = self._reclaimable.popitem(last=False)
                 del self.resident[int(self.mirror[page])]
                 self.mirror[page] = UNUSED
+                self._freed.add(page)
                 pages.append(page)
         return pages
 

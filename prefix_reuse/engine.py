@@ -13,12 +13,13 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from pallas_kernels.layout import LAYOUT
 from prefix_reuse.capability import PrefixReuseCapability, check_model, get_prefix_reuse_capability
 from prefix_reuse.config import EngineConfig, SamplingParams
 from prefix_reuse.errors import (
@@ -35,13 +36,11 @@ from prefix_reuse.index import PrefixIndex
 from prefix_reuse.outputs import (
     RequestOutput,
     SampleOutput,
-    StreamEvent,
     Tokenizer,
     cut_at_stop,
     find_stop,
-    safe_length,
 )
-from prefix_reuse.plan import Chunk, pages_for, plan_prefill
+from prefix_reuse.plan import Chunk, pages_for
 from prefix_reuse.programs import Programs
 from prefix_reuse.runner import DeviceRunner, check_refused, stop_ids_of
 from prefix_reuse.scheduler import Scheduler
@@ -49,11 +48,10 @@ from prefix_reuse.sequence import Sequence as Row
 from prefix_reuse.sequence import SequenceState
 from prefix_reuse.stats import EngineCounters, EngineStats
 from prefix_reuse.steps import PagedModel
+from prefix_reuse.stream import TokenStream
 from prefix_reuse.transfer import PendingCopy
 
 Prompt = str | Sequence[int] | np.ndarray
-LAYOUT_NAME = "K2SD"
-"""Order of a page's axes in `pallas_kernels.layout`; part of every namespace (B4)."""
 
 
 @dataclasses.dataclass
@@ -109,6 +107,7 @@ class Engine:
             index=index,
             on_free=self._host_pages_freed,
             integrity=config.integrity,
+            poison=nan_payload if config.poison else None,
             disabled_reason=self.disabled_reason,
         )
         if config.compilation_cache:
@@ -121,7 +120,8 @@ class Engine:
         self._namespaces: dict[tuple[str, str], bytes] = {}
         self._requests: dict[int, _Request] = {}
         self._ids = itertools.count()
-        self._pending: list[tuple[Row, PendingCopy, int]] = []
+        self._pending: list[tuple[Row, PendingCopy, np.ndarray, int]] = []
+        """Copies to the host under way: the row, the copy, filled slots of each page, and the row's epoch then."""
         self._closing: list[Row] = []
         """Completed rows whose copies have not landed yet."""
         self._finished: list[RequestOutput] = []
@@ -177,9 +177,9 @@ class Engine:
     ) -> int:
         request_id = next(self._ids)
         namespace = self.namespace(salt, adapter)
-        budget = (
-            0 if scoring else min(params.max_tokens, self.max_context - len(tokens), self.pool_tokens - len(tokens))
-        )
+        room = min(self.max_context, self.pool_tokens) - len(tokens)
+        budget = 0 if scoring else min(params.max_tokens, room)
+        answer = budget if budget else int(reuse)  # cold scoring needs no room for a token more
         samples = [
             Row(
                 id=next(self._ids),
@@ -191,7 +191,7 @@ class Engine:
                 scoring=scoring,
                 reuse=reuse,
                 budget=budget,
-                capacity_tokens=len(tokens) + max(budget, 1),
+                capacity_tokens=len(tokens) + answer,
                 submitted_at=self._clock(),
             )
             for i in range(params.n)
@@ -207,7 +207,10 @@ class Engine:
             if not prompt:
                 raise InvalidRequestError("the prompt is empty")
             return np.asarray(self._tokenizer().encode(prompt), np.int32)
-        array = np.asarray(prompt)
+        try:
+            array = np.asarray(prompt)
+        except ValueError as error:
+            raise InvalidRequestError(f"token ids must be one flat sequence: {error}") from error
         if array.ndim != 1:
             raise InvalidRequestError(f"token ids must be one flat sequence, got shape {array.shape}")
         if array.size and not np.issubdtype(array.dtype, np.integer):
@@ -223,15 +226,15 @@ class Engine:
             raise InvalidRequestError(f"{self.model.name} has no tokenizer: give token ids and no stop strings")
         return tokenizer
 
-    def _check(self, tokens: np.ndarray, params: SamplingParams) -> np.ndarray:
+    def _check(self, tokens: np.ndarray, params: SamplingParams, answer: int = 1) -> np.ndarray:
         if not len(tokens):
             raise InvalidRequestError("the prompt is empty")
-        if len(tokens) + 1 > self.max_context:
-            raise CapacityError(f"a prompt of {len(tokens)} + 1 tokens exceeds the context of {self.max_context}")
-        if len(tokens) + 1 > self.pool_tokens:
-            raise CapacityError(
-                f"a prompt of {len(tokens)} + 1 tokens exceeds the page pools of {self.pool_tokens} tokens"
-            )
+        for name, room in (("context", self.max_context), ("page pools", self.pool_tokens)):
+            if len(tokens) + answer > room:
+                raise CapacityError(f"a prompt of {len(tokens)} + {answer} tokens exceeds the {name} of {room} tokens")
+        bad = [t for t in params.stop_token_ids if t >= self.model.vocab_size]
+        if bad:
+            raise InvalidRequestError(f"stop ids {bad} are outside the vocabulary of {self.model.vocab_size}")
         num_stops = len(() if params.ignore_eos else tuple(self.model.eos_token_ids)) + len(params.stop_token_ids)
         if num_stops > self.config.max_stop_ids:
             raise InvalidRequestError(f"{num_stops} stop ids, but max_stop_ids is {self.config.max_stop_ids}")
@@ -262,7 +265,7 @@ class Engine:
             num_layers=sum(len(g.layers) for g in groups),
             num_kv_heads=groups[0].num_kv_heads,
             head_dim=groups[0].head_dim,
-            layout=f"{LAYOUT_NAME}/{self.capability.store_identity}",
+            layout=f"{LAYOUT}/{self.capability.store_identity}",
             attention=str(self.config.attention),
         )
 
@@ -277,11 +280,14 @@ class Engine:
     def hold(self, request_id: int) -> None:
         """Takes a decoding request off the device: unfinished pages are copied to the host first, host pages are kept.
 
-        Rows of the request that are not decoding are left as they are.
+        Samples of the request that are not decoding are left as they are. Raises `TransferError`, and leaves the row where
+        it is, when its pages cannot be copied.
         """
         for row in self._live(request_id).samples:
             if row.state is SequenceState.IN_DECODE:
                 self._hold(row)
+            elif row in self.scheduler.resuming:
+                self.scheduler.resuming.remove(row)
 
     def resume(self, request_id: int) -> None:
         """Lets a held request back in as soon as pages are there."""
@@ -305,47 +311,59 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """One turn: land copies, admit, prefill one batch, decode to the next boundary. Returns finished requests."""
-        self._land_copies()
-        if self.config.poison:
-            self.runner.poison_freed()
-        self.scheduler.admit()
-        self._prefill()
-        self._decode()
+        self._turn()
         finished, self._finished = self._finished, []
         return finished
+
+    def _turn(self) -> None:
+        self._land_copies()
+        if self.config.poison:
+            self.runner.poison_lost_pages()
+        try:
+            self.scheduler.admit()
+        except BaseException:
+            self._recover_device()
+            raise
+        self._prefill()
+        self._decode()
 
     def _land_copies(self) -> None:
         """Waits for copies to the host, publishes the pages that are complete, releases completed rows."""
         landed: dict[int, Row] = {}
-        pending, self._pending = self._pending, []
-        for row, copy, epoch in pending:
+        while self._pending:
+            row, copy, slots, epoch = self._pending[0]
             try:
                 copy.wait()
-                self.cache.finish_copy(copy.host_pages, copy.payloads)
-            except TransferError:  # the pages are not published; the row itself goes on
-                self.counters.faults.failed_offloads += len(copy.host_pages)
-                self.cache.fail_copy(copy.host_pages)
+            except TransferError as error:  # the pages are not published; the row itself goes on
+                self._copy_failed(copy.host_pages, error)
+            else:
+                self.cache.finish_copy(copy.host_pages, copy.payloads, slots)
+            del self._pending[0]  # only now: an interrupt while waiting loses nothing
             if epoch == row.epoch:
                 row.pending_copies -= 1
                 landed[row.id] = row
         for row in landed.values():
             self._publish(row)
-        closing, self._closing = self._closing, []
-        for row in closing:
-            self.scheduler.release(row)
+        while self._closing:
+            self.scheduler.release(self._closing.pop())
+
+    def _copy_failed(self, host_pages: np.ndarray, error: Exception) -> None:
+        self.counters.faults.failed_offloads += len(host_pages)
+        self.counters.faults.last_error = f"{type(error).__name__}: {error}"
+        self.cache.fail_copy(host_pages)
 
     def _publish(self, row: Row) -> None:
         if not (self.active and row.reuse):
             return
-        limit = min(row.committed_kv_tokens, self.scheduler.publishable_tokens(row))
         if not self.cache.has_row(row.id):
             return
+        limit = min(row.committed_kv_tokens, self.scheduler.publishable_tokens(row))
         self.cache.publish(row.id, row.tokens[:limit], row.namespace)
         self._share_device_pages(row)
 
     def _share_device_pages(self, row: Row) -> None:
         """Points the row's published device pages at the shared ones (M3), and closes them for writing in any case."""
-        if row.row is None or not self.active:
+        if row.row is None or not (self.active and row.reuse):
             return
         size = self.config.page_size
         host_pages = np.asarray(self.cache.pages(row.id))[: row.committed_kv_tokens // size]
@@ -369,16 +387,18 @@ class Engine:
             self._prefill_failed(rows)
             raise
         self.counters.prefill.batches += 1
-        lengths = self.runner.last_prefill.lengths if self.runner.last_prefill else None
+        scores = self.runner.unembed(outputs.hidden) if any(row.scoring for row in rows) else None
+        first = 0
         for i, (chunk, row) in enumerate(zip(chunks, rows, strict=True)):
-            row.prefilled_tokens = row.committed_kv_tokens = chunk.start + len(chunk.tokens)
+            here = slice(first, first + len(chunk.tokens))
+            first = here.stop
+            row.prefilled_tokens = chunk.start + len(chunk.tokens)
             row.computed_tokens += len(chunk.tokens)
             self.counters.prefill.computed_tokens += len(chunk.tokens)
-            if row.scoring and lengths is not None:
-                logits = self.runner.unembed(outputs.hidden)
-                here = slice(lengths.query_offsets[i], lengths.query_offsets[i + 1])
-                self._requests[row.request_id].logits.append(logits[here])
+            self.scheduler.commit(row, row.prefilled_tokens)
             self._flush_full_pages(row)
+            if row.scoring and scores is not None:
+                self._requests[row.request_id].logits.append(scores[here])
             if chunk.is_last:
                 row.move_to(SequenceState.PREFILLED)
                 if row.scoring:
@@ -391,21 +411,17 @@ class Engine:
         chunks: list[Chunk] = []
         rows: list[Row] = []
         left = self.config.max_prefill_tokens
-        for row in self.scheduler.running:
-            if row.state is not SequenceState.IN_PREFILL or left == 0:
-                continue
-            tokens = row.tokens
-            start, n = row.prefilled_tokens, len(tokens)
-            if start == n:  # full hit: replay the last token as a query
-                plan = plan_prefill(tokens, n, self.config.page_size)
-                chunk = Chunk(row.row_index, tokens[plan.query_start :], plan.query_start, False, True)
-            else:
-                end = min(n, start + left)
-                if end < n:  # chunks end at page borders, so that a page is computed in one piece
-                    end -= end % self.config.page_size
-                if end <= start:
-                    break
-                chunk = Chunk(row.row_index, tokens[start:end], start, True, end == n)
+        waiting = [r for r in self.scheduler.running if r.state is SequenceState.IN_PREFILL]
+        clean = [r for r in waiting if not r.failed_prefills]
+        # A batch that failed is tried row by row, so that one bad row stops nobody else.
+        for row in clean or sorted(waiting, key=lambda r: r.failed_prefills)[:1]:
+            tokens, start, n = row.tokens, row.prefilled_tokens, row.num_tokens
+            end = min(n, start + left)
+            if end < n:  # chunks end at page borders, so that a page is computed in one piece
+                end -= end % self.config.page_size
+            if end <= start:
+                break
+            chunk = Chunk(row.row_index, tokens[start:end], start, not row.replays, end == n)
             chunks.append(chunk)
             rows.append(row)
             left -= len(chunk.tokens)
@@ -414,6 +430,7 @@ class Engine:
     def _prefill_failed(self, rows: list[Row]) -> None:
         self.counters.requests.prefill_failures += 1
         for row in reversed(rows):
+            row.failed_prefills += 1
             self._detach_copies(row)
             self.scheduler.evict(row)
         self._recover_device()
@@ -423,13 +440,20 @@ class Engine:
         if not self.runner.lost:
             return
         self.counters.faults.device_resets += 1
-        for row in reversed(self.scheduler.running[:]):
-            if row.state is not SequenceState.ON_HOLD:
+        try:
+            for row in reversed(self.scheduler.running[:]):
+                if row.state is SequenceState.ON_HOLD:
+                    continue
                 self._detach_copies(row)
+                if not row.is_live:  # completed, its copies had not landed: nothing of it is published
+                    self._closing.remove(row)
+                    self.scheduler.release(row)
+                    continue
                 if row.state is SequenceState.PREFILLED:
                     row.move_to(SequenceState.IN_DECODE)
                 self.scheduler.evict(row)
-        self.runner.reset()
+        finally:
+            self.runner.reset()
 
     def _decode(self) -> None:
         rows = [r for r in self.scheduler.running if r.state in (SequenceState.PREFILLED, SequenceState.IN_DECODE)]
@@ -476,7 +500,7 @@ class Engine:
             if keep is not None:
                 del row.generated[keep:]
                 reason = "stop"
-        row.committed_kv_tokens = row.num_tokens - 1
+        self.scheduler.commit(row, row.num_tokens - 1)
         if reason:
             if self.config.publish_generated:
                 self._flush_full_pages(row)
@@ -510,7 +534,7 @@ class Engine:
             prompt_token_ids=request.prompt,
             samples=tuple(samples),
             cached_tokens=first.cached_tokens,
-            computed_tokens=len(request.prompt) - first.cached_tokens,
+            computed_tokens=len(request.prompt) - first.cached_tokens if first.admitted_before else 0,
             full_hit=first.full_hit,
             ttft_ms=math.nan if started is None else (started - first.submitted_at) * 1e3,
         )
@@ -520,25 +544,24 @@ class Engine:
     def _flush_full_pages(self, row: Row) -> None:
         """Starts copying to the host what became full since the last flush; cached pages are not copied again (A20)."""
         full = row.committed_kv_tokens // self.config.page_size
-        if full > row.offloaded_pages:
+        if row.uses_host and full > row.offloaded_pages:
             self._offload(row, row.offloaded_pages, full)
             row.offloaded_pages = full
 
     def _offload(self, row: Row, first: int, end: int) -> None:
         host_pages = np.asarray(self.cache.pages(row.id))[first:end]
         device_pages = [account.pages(row.row_index)[first:end] for account in self.runner.accounts]
+        size = self.config.page_size
+        slots = np.minimum(row.committed_kv_tokens - size * np.arange(first, end), size)  # a held row's tail is partial
         self.cache.begin_copy(host_pages)
         try:
             copy = self.runner.offload(device_pages, host_pages)
-        except Exception as error:
-            self.cache.fail_copy(host_pages)
-            self.counters.faults.failed_offloads += len(host_pages)
-            if not isinstance(error, TransferError):
-                raise
+        except Exception as error:  # as when the copy fails later: nothing is published, the row goes on
+            self._copy_failed(host_pages, error)
             return
         self.counters.prefill.pages_offloaded += len(host_pages)
         row.pending_copies += 1
-        self._pending.append((row, copy, row.epoch))
+        self._pending.append((row, copy, slots, row.epoch))
 
     def _detach_copies(self, row: Row) -> None:
         """The row no longer waits for its copies; the host pages stay taken until the bytes have landed (A13)."""
@@ -551,11 +574,18 @@ class Engine:
         self._land_copies()
         used = pages_for(row.committed_kv_tokens, size)
         full = row.committed_kv_tokens // size
-        has = np.asarray(self.cache.has_payload(self.cache.pages(row.id)[:full]))
-        first = full if has.all() else int(np.argmin(has))  # a copy that failed earlier is made again
+        pages = np.asarray(self.cache.pages(row.id))
+        missing = np.flatnonzero(~np.asarray(self.cache.has_payload(pages[:full]), bool))
+        first = int(missing[0]) if len(missing) else full  # a copy that failed earlier is made again
+        if len(missing) and self.cache.accounts.refs[pages[first]] > 1:
+            self._detach_copies(row)  # a page that others read cannot be written again: compute everything anew
+            self.scheduler.evict(row)
+            return
         if used > first:
             self._offload(row, first, used)
             self._land_copies()
+        if not np.asarray(self.cache.has_payload(pages[:used]), bool).all():
+            raise TransferError(f"request {row.request_id} stays on the device: {self.counters.faults.last_error}")
         row.move_to(SequenceState.ON_HOLD)
         self.scheduler.release_device(row)
 
@@ -589,7 +619,7 @@ class Engine:
         if jax.tree.map(lambda x: (x.shape, x.dtype), params) != old:
             raise ConfigError("new params must have the structure, shapes and dtypes of the old ones")
         self.clear_cache()
-        self.runner.params = params
+        self.runner.params = jax.device_put(params, self.runner.device)
         self._namespaces.clear()
         if self.active:
             self._fingerprint = weight_fingerprint(params)
@@ -602,6 +632,7 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         salt: str = "",
+        adapter: str = "",
         reuse: bool = True,
     ) -> list[RequestOutput]:
         """Runs prompts to the end and returns their outputs in order. One prompt (text or flat ids) gives a list of one.
@@ -609,58 +640,51 @@ class Engine:
         All prompts are checked before any is queued; a bad one raises and nothing runs.
         """
         params = params or SamplingParams()
-        batch = [prompts] if is_single_prompt(prompts) else list(prompts)
-        checked = [self._check(self.tokenize(p), params) for p in batch]  # type: ignore[arg-type]
-        ids = [self._queue(tokens, params, salt, "", reuse=reuse, scoring=False) for tokens in checked]
+        batch: list[Any] = [prompts] if is_single_prompt(prompts) else list(prompts)
+        checked = [self._check(self.tokenize(p), params) for p in batch]
+        ids = [self._queue(tokens, params, salt, adapter, reuse=reuse, scoring=False) for tokens in checked]
         done = self._run(set(ids))
         return [done[i] for i in ids]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = "", reuse: bool = True
-    ) -> Generator[StreamEvent]:
-        """Yields the tokens of one prompt (n = 1) as they come, in groups of up to `decode_steps`.
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        salt: str = "",
+        adapter: str = "",
+        reuse: bool = True,
+    ) -> TokenStream:
+        """An iterator over the tokens of one prompt (n = 1) as they come, in groups of up to `decode_steps`.
 
-        Closing the iterator early cancels the request.
+        Closing it early (or leaving its `with` block) cancels the request.
         """
         params = params or SamplingParams()
         if params.n != 1:
             raise InvalidRequestError("stream gives one sample; use n=1")
-        request_id = self.submit(prompt, params, salt=salt, reuse=reuse)
-        return self._stream(request_id)
-
-    def _stream(self, request_id: int) -> Generator[StreamEvent]:
+        request_id = self.submit(prompt, params, salt=salt, adapter=adapter, reuse=reuse)
         row = self._requests[request_id].samples[0]
-        tokenizer = getattr(self.model, "tokenizer", None)
-        sent_tokens, sent_text = 0, 0
-        finished = False
-        try:
-            while not finished:
-                self._step_for(set())
-                finished = not row.is_live
-                new = tuple(row.generated[sent_tokens:])
-                text = ""
-                if tokenizer is not None:
-                    whole = tokenizer.decode(row.generated)
-                    whole = cut_at_stop(whole, row.params.stop)
-                    end = len(whole) if finished else max(safe_length(whole, row.params.stop), sent_text)
-                    text, sent_text = whole[sent_text:end], end
-                sent_tokens = len(row.generated)
-                if new or finished:
-                    yield StreamEvent(new, text, finished, row.finish_reason)
-        finally:
+
+        def advance() -> None:
+            self._step_for({request_id})
+
+        def close() -> None:
             if row.is_live:
                 self.cancel(request_id)
-            self._run(set())
+            self._settle({request_id})
 
-    def score(self, token_ids: Prompt, *, reuse: bool = False, salt: str = "") -> Any:
+        return TokenStream(row, getattr(self.model, "tokenizer", None), advance, close)
+
+    def score(self, token_ids: Prompt, *, reuse: bool = False, salt: str = "", adapter: str = "") -> Any:
         """Next-token logits of a text, fp32.
 
-        With `reuse=False` the text is computed cold and nothing of the cache is read or changed: returns f32 [T, V].
+        With `reuse=False` the text is computed cold and no host page or index entry is read or changed (device pages that
+        only cache something may be reclaimed): returns f32 [T, V].
         With `reuse=True` cached pages are used and new ones published: returns (f32 logits of the computed positions,
         position of the first of them).
         """
-        tokens = self._check(self.tokenize(token_ids), SamplingParams())
-        request_id = self._queue(tokens, SamplingParams(), salt, "", reuse=reuse, scoring=True)
+        tokens = self._check(self.tokenize(token_ids), SamplingParams(), answer=0 if not reuse else 1)
+        request_id = self._queue(tokens, SamplingParams(), salt, adapter, reuse=reuse, scoring=True)
         try:
             self._run({request_id})
             logits = np.concatenate(self._requests[request_id].logits)
@@ -669,34 +693,49 @@ class Engine:
         return (logits, len(tokens) - len(logits)) if reuse else logits
 
     def _run(self, ids: set[int]) -> dict[int, RequestOutput]:
-        """Steps until the requests `ids` are finished (all work if empty), and their copies have landed."""
+        """Steps until the requests `ids` are finished and their copies have landed."""
         done: dict[int, RequestOutput] = {}
         try:
             while ids - done.keys():
                 done.update(self._step_for(ids))
         except BaseException:
             for request_id in ids - done.keys():
-                if request_id in self._requests and any(r.is_live for r in self._requests[request_id].samples):
+                if any(r.is_live for r in self._live(request_id).samples):
                     self.cancel(request_id)
             raise
         finally:
-            if self._closing or self._pending:
-                self._land_copies()
-            self._finished = [o for o in self._finished if o.request_id not in ids]
+            self._settle(ids)
         return done
 
-    def _step_for(self, ids: set[int]) -> dict[int, RequestOutput]:
-        """One step; outputs of other requests are kept for the caller's next `step()`."""
-        before = self._progress()
-        outputs = self.step()
-        if not outputs and self._progress() == before:
-            raise PrefixReuseError("no request can make progress; this is a fault of the engine")
-        self._finished += [o for o in outputs if o.request_id not in ids]
-        return {o.request_id: o for o in outputs if o.request_id in ids}
+    def _settle(self, ids: set[int]) -> None:
+        """Lands what is pending, and drops outputs of `ids` that nobody else waits for."""
+        self._land_copies()
+        self._finished = [o for o in self._finished if o.request_id not in ids]
 
-    def _progress(self) -> tuple[Any, ...]:
+    def _step_for(self, ids: set[int]) -> dict[int, RequestOutput]:
+        """One turn; outputs of other requests are kept for their own caller's next `step()`."""
+        before = self._progress()
+        self._turn()
+        done = {o.request_id: o for o in self._finished if o.request_id in ids}
+        self._finished = [o for o in self._finished if o.request_id not in ids]
+        if not done and self._progress() == before:
+            held = sorted({r.request_id for r in self.scheduler.running if r.state is SequenceState.ON_HOLD})
+            if held:
+                raise PrefixReuseError(f"no room while requests {held} are on hold: resume or cancel one of them")
+            raise PrefixReuseError("no request can make progress; this is a fault of the engine")
+        return done
+
+    def _progress(self) -> tuple[int, ...]:
         c = self.counters
-        return (c.prefill.batches, c.decode.steps, c.requests.completed, len(self._pending), len(self._closing))
+        waiting = len(self.scheduler.waiting), len(self.scheduler.resuming)
+        return (
+            c.prefill.batches,
+            c.decode.steps,
+            c.requests.completed,
+            len(self._pending),
+            len(self._closing),
+            *waiting,
+        )
 
     # ---- what is going on
 
@@ -707,6 +746,8 @@ class Engine:
         """
         from prefix_reuse.display import track
 
+        if self.scheduler.running:
+            raise PrefixReuseError("warm up before requests run: it rewrites the page tables")
         before = dict(self.programs.counter.counts)
         for _ in track(self.runner.warmup(), "compiling", progress, self.runner.num_programs):
             pass
@@ -756,7 +797,7 @@ def is_single_prompt(prompts: Any) -> bool:
         return True
     if isinstance(prompts, np.ndarray):
         return prompts.ndim == 1
-    return len(prompts) == 0 or isinstance(prompts[0], int | np.integer)
+    return len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
 
 
 def enable_compilation_cache() -> None:
@@ -764,3 +805,8 @@ def enable_compilation_cache() -> None:
     if jax.config.jax_compilation_cache_dir is None:
         root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         jax.config.update("jax_compilation_cache_dir", os.path.join(root, "prefix_reuse", "xla"))
+
+
+def nan_payload(payload: Any) -> Any:
+    """What poison mode leaves in the slot of a freed host page: the same shape, all NaN."""
+    return tuple(np.full(page.shape, np.nan, page.dtype) for page in payload)

@@ -202,7 +202,7 @@ class HostAdmission(StoreState):
     def _count_lookups(self, group: PreparedGroup) -> None:
         """Recency and counters, once nothing can fail any more."""
         for request, lease in zip(group.requests, group.leases, strict=True):
-            if self.index is None or not request.reuse or request.lease is not None:
+            if self.index is None or not request.reuse or request.lease is not None or not request.counted:
                 continue
             self.index.touch(lease.match, request.tokens, request.namespace)
             self._count_match(lease.match)

@@ -25,6 +25,7 @@ class PrefixRequest:
         namespace: digest of the namespace.
         reuse: False = look nothing up and publish nothing.
         lease: a hold on this prompt's match, taken earlier by `acquire`; its pages are used instead of a lookup.
+        counted: False = the lookup joins no hit or miss counter (a row that comes back after an eviction).
     """
 
     sequence_id: SequenceId
@@ -33,6 +34,7 @@ class PrefixRequest:
     namespace: bytes = b""
     reuse: bool = True
     lease: PrefixLease | None = None
+    counted: bool = True
 
 
 class PrefixEstimate(NamedTuple):

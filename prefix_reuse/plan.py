@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,13 @@ def bucket(n: int, smallest: int, largest: int) -> int:
 def pages_for(tokens: int, page_size: int) -> int:
     """Pages that hold `tokens` tokens."""
     return -(-tokens // page_size)
+
+
+def freeze(plan: Any) -> None:
+    """Makes the arrays of a plan read-only, so that a kept plan is what really ran."""
+    for value in vars(plan).values():
+        if isinstance(value, np.ndarray):
+            value.setflags(write=False)
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,7 @@ class PagedBatchLengths:
         return cls(query, np.concatenate([[0], np.cumsum(query)]).astype(np.int32), context, context + query)
 
     def __post_init__(self) -> None:
+        freeze(self)
         if (self.query_lengths < 0).any() or (self.context_lengths < 0).any():
             raise LengthsError("lengths must not be negative")
         if self.query_offsets[0] != 0 or not np.array_equal(np.diff(self.query_offsets), self.query_lengths):
@@ -99,16 +108,6 @@ class PrefillPlan:
     def positions(self) -> np.ndarray:
         return np.arange(self.query_start, self.context_length, dtype=np.int32)
 
-    @property
-    def offload_source(self) -> int:
-        """First token to offload, counted in the computed suffix: always 0, cached tokens are not offloaded again."""
-        return 0
-
-    @property
-    def offload_destination(self) -> int:
-        """Where the offloaded suffix starts in the row, in tokens (A20)."""
-        return self.prefix_shared_tokens
-
 
 def plan_prefill(tokens: np.ndarray, prefix_shared_tokens: int, page_size: int) -> PrefillPlan:
     """Plans one prompt. Raises `LengthsError` for an empty prompt or a hit that is not whole pages inside the prompt."""
@@ -152,6 +151,9 @@ class PrefillBatch:
     """bool [T]; padding False."""
     rows: np.ndarray
     """int32 [B]: row of the page table; padding = number of rows (out of range)."""
+
+    def __post_init__(self) -> None:
+        freeze(self)
 
 
 def pack_chunks(chunks: Sequence[Chunk], *, num_tokens: int, num_rows: int, table_rows: int) -> PrefillBatch:

@@ -23,9 +23,6 @@ from prefix_reuse.sequence import Sequence as Row
 from prefix_reuse.steps import DecodeInputs, PagedModel, PrefillInputs, PrefillOutputs
 from prefix_reuse.transfer import Payload, PendingCopy
 
-SMALLEST_PREFILL = 16
-"""Tokens of the smallest prefill bucket."""
-
 
 class DeviceRunner:
     """Device pools (one `DevicePages` and one `DevicePool` per layer group), params, jitted steps and their buckets."""
@@ -33,7 +30,7 @@ class DeviceRunner:
     def __init__(self, model: PagedModel, config: EngineConfig, max_context: int, device: Any, programs: Programs):
         self.model, self.config, self.device = model, config, device
         self.max_columns = pages_for(max_context, config.page_size)
-        self.params = model.params
+        self.params = jax.device_put(model.params, device)
         programs.check(model, config, device)
         self.programs = programs
         self.transfer = programs.transfer
@@ -49,7 +46,7 @@ class DeviceRunner:
     def _create_pools(self) -> tuple[device_pages.DevicePages, ...]:
         config = self.config
         with jax.default_device(self.device):
-            return tuple(
+            pools = tuple(
                 device_pages.create(
                     group,
                     num_pages=config.num_device_pages,
@@ -60,13 +57,16 @@ class DeviceRunner:
                 )
                 for group in self.model.kv_groups
             )
+        # Committed from the start: a later host page would commit them, and every program would be compiled again.
+        return jax.device_put(pools, self.device)
 
     # ---- buckets
 
     @property
     def prefill_buckets(self) -> list[int]:
         """Token counts of prefill programs; the row count is always `max_rows`."""
-        return _powers(min(SMALLEST_PREFILL, self.config.max_prefill_tokens), self.config.max_prefill_tokens)
+        largest = self.config.max_prefill_tokens
+        return _powers(min(self.config.min_prefill_tokens, largest), largest)
 
     @property
     def decode_buckets(self) -> list[int]:
@@ -171,8 +171,8 @@ class DeviceRunner:
         kv = self.transfer.load([p.kv_pages for p in self.pools], payloads, pages)
         self.pools = tuple(pool.replace(kv_pages=k) for pool, k in zip(self.pools, kv, strict=True))
 
-    def poison_freed(self) -> None:
-        """Fills device pages that became free with NaN (poison mode: they must never be read again)."""
+    def poison_lost_pages(self) -> None:
+        """Fills device pages that were freed or reclaimed with NaN (poison mode: their old contents must never be read)."""
         pools = []
         for pool, account in zip(self.pools, self.accounts, strict=True):
             kv_pages = pool.kv_pages
@@ -200,7 +200,7 @@ class DeviceRunner:
         return 1 + len(self.prefill_buckets) + len(self.decode_buckets) + len(self.transfer.warmup_sizes())
 
     def warmup(self) -> Iterator[str]:
-        """Compiles every bucket, yielding the name of what comes next. Changes no row, page or statistic."""
+        """Compiles every bucket, yielding the name of what comes next. Runs on an engine without live rows only."""
         config = self.config
         context_lens = np.zeros(config.max_rows, np.int32)
         for account in self.accounts:
@@ -236,6 +236,9 @@ class DeviceRunner:
                 **self._sampling([], size),
             )
             _, self.pools = self.programs.decode(self.params, self.pools, inputs)
+        if config.poison:
+            kv_pages = self.programs.poison(self.pools[0].kv_pages, np.int32(0))  # nothing lives there yet
+            self.pools = (self.pools[0].replace(kv_pages=kv_pages), *self.pools[1:])
         for size in self.transfer.warmup_sizes():
             yield f"page copies of {size}"
             # Page 0 onto itself: the pool's bytes stay as they are. A pool of fewer pages repeats it.

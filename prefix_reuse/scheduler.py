@@ -14,10 +14,10 @@ import numpy as np
 from prefix_reuse.config import EngineConfig
 from prefix_reuse.errors import HostPagesExhausted
 from prefix_reuse.host_store import HostPageStore, PrefixRequest
-from prefix_reuse.plan import DevicePlan, PageDemand, pages_for, plan_device_pages
+from prefix_reuse.plan import DevicePlan, PageDemand, pages_for, plan_device_pages, plan_prefill
 from prefix_reuse.runner import DeviceRunner
+from prefix_reuse.sequence import WAITING, SequenceState
 from prefix_reuse.sequence import Sequence as Row
-from prefix_reuse.sequence import SequenceState
 from prefix_reuse.stats import EngineCounters
 from prefix_reuse.transfer import Payload, check_payload
 
@@ -47,37 +47,49 @@ class Scheduler:
     # ---- admission
 
     def admit(self) -> None:
-        """Moves as many waiting sequences as fit to IN_PREFILL, and resuming ones to IN_DECODE; loads their cached pages."""
-        while True:
-            admissions = self._choose()
-            if not admissions:
-                return
-            payloads, bad_pages = self._read_loads(self._plan(admissions)[0])
-            if not bad_pages:
-                break
-            self._drop_bad_pages(bad_pages, admissions)
-        plans = self._plan(admissions)
-        self._carry_out(admissions, plans, payloads)
+        """Moves as many waiting sequences as fit to IN_PREFILL, and resuming ones to IN_DECODE; loads their cached pages.
 
-    def _choose(self) -> list[Admission]:
-        admissions: list[Admission] = []
+        All or nothing: when anything raises, everything that this call took is given back.
+        """
+        while True:
+            admissions: list[Admission] = []
+            try:
+                self._choose(admissions)
+                if not admissions:
+                    return
+                payloads, bad_pages = self._read_loads(self._plan(admissions)[0])
+                if not bad_pages:
+                    self._carry_out(admissions, payloads)
+                    return
+            except BaseException:
+                self._give_back(admissions)
+                raise
+            self._drop_bad_pages(bad_pages, admissions)
+
+    def _choose(self, admissions: list[Admission]) -> None:
+        """Appends what fits now to `admissions`, resuming rows first; waiting rows have their host pages then."""
         free_rows = len(self.runner.accounts[0].free_rows)
-        for sequence in list(self.resuming):
+        for sequence in self.resuming:
             admission = Admission(sequence, self._resume_demand(sequence))
             if len(admissions) >= free_rows or not self._fits([*admissions, admission]):
-                return admissions
+                return
             admissions.append(admission)
         for sequence in self.waiting:
             if len(admissions) >= free_rows:
-                break
+                return
             if self._waits_for_wave(sequence, [a.sequence for a in admissions]):
                 self.counters.requests.wave_waits += 1
                 continue
             admission = self._take_host_pages(sequence, admissions)
             if admission is None:
-                break
+                return
             admissions.append(admission)
-        return admissions
+
+    def _give_back(self, admissions: list[Admission]) -> None:
+        self.counters.decode.rollbacks += 1
+        for admission in admissions:
+            if admission.sequence.state in WAITING:
+                self.cache.release(admission.sequence.id)
 
     def _take_host_pages(self, sequence: Row, before: list[Admission]) -> Admission | None:
         """Allocates host pages, with the hit attached; None when host or device pages do not suffice (nothing is held)."""
@@ -89,6 +101,8 @@ class Scheduler:
         # Looked at without side effects first, so that a request that has to wait counts and evicts nothing.
         if not self._fits([*before, admission(self.cached_pages(sequence))]):
             return None
+        if not sequence.uses_host:
+            return admission(np.zeros(0, np.int32))
         try:
             allocation = self.cache.allocate_pages_for_sequences_with_prefix([self._request(sequence)])[0]
         except HostPagesExhausted:
@@ -109,6 +123,7 @@ class Scheduler:
             capacity_tokens=sequence.capacity_tokens,
             namespace=sequence.namespace,
             reuse=sequence.reuse,
+            counted=not sequence.admitted_before,
         )
 
     def _resume_demand(self, sequence: Row) -> PageDemand:
@@ -146,8 +161,9 @@ class Scheduler:
                 payload = self.cache.read(host_page)
                 check_payload(payload, kv_pages)
                 payloads[host_page] = payload
-            except Exception:  # a page that cannot be read is dropped and recomputed; the counter makes it visible
+            except Exception as error:  # a page that cannot be read is dropped and recomputed, and counted
                 self.counters.faults.failed_loads += 1
+                self.counters.faults.last_error = f"{type(error).__name__}: {error}"
                 bad.append(host_page)
         return payloads, bad
 
@@ -163,14 +179,24 @@ class Scheduler:
         for page in bad_pages:
             self.cache.drop_entry(page)
 
-    def _carry_out(self, admissions: list[Admission], plans: list[DevicePlan], payloads: dict[int, Payload]) -> None:
+    def _carry_out(self, admissions: list[Admission], payloads: dict[int, Payload]) -> None:
         sequences = [a.sequence for a in admissions]
+        plans = self._plan(admissions)
         rows = self.runner.accounts[0].free_rows[: len(sequences)]
-        allocated = [a.carry_out(p, rows) for a, p in zip(self.runner.accounts, plans, strict=True)]
         loads = plans[0].loads
-        if loads:
-            targets = [pages[[i for _, i in plan.loads]] for pages, plan in zip(allocated, plans, strict=True)]
-            self.runner.load([payloads[h] for h, _ in loads], targets)
+        try:
+            allocated = [a.carry_out(p, rows) for a, p in zip(self.runner.accounts, plans, strict=True)]
+            if self.config.poison:
+                self.runner.poison_lost_pages()
+            if loads:
+                targets = [pages[[i for _, i in plan.loads]] for pages, plan in zip(allocated, plans, strict=True)]
+                self.runner.load([payloads[h] for h, _ in loads], targets)
+        except BaseException:
+            for account, plan in zip(self.runner.accounts, plans, strict=True):
+                for row in rows:
+                    account.release(row)
+                account.forget(h for h, _ in plan.mirrors)  # nothing was loaded into them
+            raise
         decode = self.counters.decode
         decode.host_pages_loaded += len(loads)
         decode.loads_skipped_duplicate += plans[0].skipped_duplicate
@@ -188,21 +214,31 @@ class Scheduler:
     def _start_prefill(self, sequence: Row) -> None:
         sequence.move_to(SequenceState.IN_PREFILL)
         hit = sequence.shared_tokens if self.suffix_prefill else 0
+        plan = plan_prefill(sequence.tokens, hit, self.config.page_size)
+        # Cached pages are on the host already: the offload starts behind them, whether or not they are computed again.
         sequence.offloaded_pages = sequence.shared_tokens // self.config.page_size
-        sequence.prefilled_tokens = sequence.committed_kv_tokens = hit
+        sequence.prefilled_tokens = plan.query_start
+        sequence.replays = plan.is_full_hit
+        self.commit(sequence, hit)
         prefill = self.counters.prefill
         if sequence.admitted_before:
             prefill.resumed_tokens += sequence.num_tokens
             return
         sequence.admitted_before = True
         n = len(sequence.prompt)
-        sequence.full_hit = hit == n
-        sequence.cached_tokens = min(hit, n - 1)
+        sequence.full_hit = plan.is_full_hit
+        sequence.cached_tokens = plan.cached_tokens
         prefill.prompt_tokens += n
         prefill.cached_tokens += sequence.cached_tokens
         prefill.full_hits += sequence.full_hit
         prefill.hits += hit > 0
         prefill.misses += hit == 0
+
+    def commit(self, sequence: Row, tokens: int) -> None:
+        """KV of the first `tokens` tokens of the sequence is written."""
+        sequence.committed_kv_tokens = tokens
+        if sequence.uses_host:
+            self.cache.set_context(sequence.id, tokens)
 
     def _waits_for_wave(self, sequence: Row, admitted: list[Row]) -> bool:
         """Whether a row that is being computed will publish the next page that `sequence` needs (X1)."""
@@ -210,6 +246,7 @@ class Scheduler:
             return False
         size = self.config.page_size
         others = [r for r in (*self.running, *admitted) if r.reuse and r.namespace == sequence.namespace]
+        others = [r for r in others if r.state is not SequenceState.ON_HOLD]  # nobody knows when it goes on
         others = [r for r in others if r.offloaded_pages < self.publishable_tokens(r) // size or r.pending_copies]
         if not others:
             return False
@@ -221,7 +258,9 @@ class Scheduler:
 
     def publishable_tokens(self, sequence: Row) -> int:
         """Tokens whose full pages may become index entries once computed: the prompt, or everything by option."""
-        return sequence.num_tokens if self.config.publish_generated else len(sequence.prompt)
+        if not self.config.publish_generated or not sequence.generated:
+            return len(sequence.prompt)
+        return sequence.num_tokens - 1  # the last token has no KV yet
 
     # ---- release
 

@@ -65,6 +65,8 @@ class Sequence:
     """Tokens whose KV a successful forward wrote (or a hit supplied)."""
     prefilled_tokens: int = 0
     """Leading tokens of the current prefill that are done."""
+    replays: bool = False
+    """A full hit: its last prompt token is computed again as a query and writes no KV (A21)."""
     shared_tokens: int = 0
     """Tokens of the hit that this sequence attached."""
     offloaded_pages: int = 0
@@ -82,6 +84,8 @@ class Sequence:
     computed_tokens: int = 0
     """Tokens computed by prefill, re-entries included."""
     full_hit: bool = False
+    failed_prefills: int = 0
+    """Prefill batches with this row that raised; such a row is run alone, after the others."""
     admitted_before: bool = False
     finish_reason: str | None = None
     submitted_at: float = 0.0
@@ -112,6 +116,11 @@ class Sequence:
     @property
     def remaining(self) -> int:
         return self.budget - len(self.generated)
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether it keeps host pages; cold scoring leaves the cache alone."""
+        return self.reuse or not self.scoring
 
     @property
     def is_live(self) -> bool:

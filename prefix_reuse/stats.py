@@ -26,7 +26,7 @@ class RequestCounters:
 
 @dataclass
 class PrefillCounters:
-    """M2: what prompts cost. A resumed (re-entered) row counts in `resumed_tokens` only."""
+    """M2: what prompts cost, per sample. A resumed (re-entered) row counts in `resumed_tokens` only."""
 
     prompt_tokens: int = 0
     computed_tokens: int = 0
@@ -53,6 +53,8 @@ class DecodeCounters:
     """Copies saved because another row of the same batch needed the page too."""
     loads_skipped_resident: int = 0
     """Copies saved because the page was on the device already."""
+    rollbacks: int = 0
+    """Admissions taken back because their pages could not be bound or loaded."""
     pages_deduplicated: int = 0
     """Private copies that were dropped for a resident shared page."""
 
@@ -64,6 +66,8 @@ class FaultCounters:
     failed_offloads: int = 0
     failed_loads: int = 0
     device_resets: int = 0
+    last_error: str = ""
+    """What the last failed copy or load said."""
 
 
 @dataclass
@@ -106,7 +110,9 @@ class EngineStats:
         parts += [(f"device pages {i}", stats) for i, stats in enumerate(self.device)]
         parts.append(("host pages", self.host))
         for title, part in parts:
-            fields = (f"{f.name}={getattr(part, f.name)}" for f in dataclasses.fields(part))
-            lines.append(f"{title}: " + " ".join(fields))
+            values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+            if isinstance(part, DevicePoolStats):
+                values["pages_saved"] = part.reused
+            lines.append(f"{title}: " + " ".join(f"{name}={value}" for name, value in values.items()))
         lines.append("compilations: " + (" ".join(f"{k}={v}" for k, v in self.compilations.items()) or "none"))
         return "\n".join(lines)

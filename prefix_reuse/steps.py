@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -99,8 +100,6 @@ class PagedKV(struct.PyTreeNode):
     """int32 [B]"""
     refused: jax.Array
     """int32 scalar: writes refused so far, over all layers."""
-    visited: tuple[int, ...] = struct.field(pytree_node=False, default=())
-    """Layers that attended so far, in order; checked against the registry (B9)."""
 
 
 def make_attend(groups: tuple[LayerGroup, ...], implementation: str | None = None) -> Callable[..., Any]:
@@ -117,18 +116,39 @@ def make_attend(groups: tuple[LayerGroup, ...], implementation: str | None = Non
         if layer not in place:
             raise ValueError(f"layer {layer} is in no layer group; the model declares layers {sorted(place)}")
         g, index = place[layer]
-        pages, refused = append_kv(
-            kv.kv_pages[g], k, v, kv.page_ids[g], kv.slots, kv.writable[g], kv.refcounts[g], layer=index
+        pages, out, refused = _write_and_attend(
+            jnp.int32(index),
+            kv.kv_pages[g],
+            (q, k, v, options.pop("sinks", None)),
+            (kv.page_ids[g], kv.slots, kv.writable[g], kv.refcounts[g]),
+            (kv.tables[g], kv.q_offsets, kv.kv_lens),
+            options=tuple(sorted({**options, "implementation": implementation}.items())),
         )
-        options = {"layer": index, "implementation": implementation, **options}
-        if kv.q_offsets is None:
-            out = paged_decode_attention(q, pages, kv.tables[g], kv.kv_lens, **options)
-        else:
-            out = ragged_paged_attention(q, pages, kv.tables[g], kv.q_offsets, kv.kv_lens, **options)
         pools = (*kv.kv_pages[:g], pages, *kv.kv_pages[g + 1 :])
-        return out, kv.replace(kv_pages=pools, refused=kv.refused + refused, visited=(*kv.visited, layer))
+        return out, kv.replace(kv_pages=pools, refused=kv.refused + refused)
 
     return attend
+
+
+@partial(jax.jit, static_argnames="options")
+def _write_and_attend(
+    layer: jax.Array,
+    kv_pages: jax.Array,
+    qkv_sinks: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None],
+    target: tuple[jax.Array, ...],
+    rows: tuple[jax.Array, jax.Array | None, jax.Array],
+    *,
+    options: tuple[tuple[str, Any], ...],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One layer's append and attention, traced and lowered once for all layers that are alike (the layer is an operand)."""
+    q, k, v, sinks = qkv_sinks
+    page_ids, slots, writable, refcounts = target
+    table, q_offsets, kv_lens = rows
+    pages, refused = append_kv(kv_pages, k, v, page_ids, slots, writable, refcounts, layer=layer)
+    keywords: dict[str, Any] = {"layer": layer, "sinks": sinks, **dict(options)}
+    if q_offsets is None:
+        return pages, paged_decode_attention(q, pages, table, kv_lens, **keywords), refused
+    return pages, ragged_paged_attention(q, pages, table, q_offsets, kv_lens, **keywords), refused
 
 
 def paged_kv(

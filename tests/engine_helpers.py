@@ -83,6 +83,7 @@ def drained(e: Engine) -> None:
     assert not e.scheduler.running
     assert not e.scheduler.waiting
     assert not e._requests
+    assert not e._finished
     assert all(not account.refs.any() for account in e.runner.accounts)
     e.clear_cache()
     check(e)

@@ -16,6 +16,7 @@ from engine_helpers import GREEDY, check, cold, drained, engine, index_of, last_
 
 from models.llama import Llama
 from prefix_reuse import EngineConfig, SamplingParams
+from prefix_reuse.capability import get_prefix_reuse_capability
 from prefix_reuse.engine import Engine
 from prefix_reuse.errors import ConfigError, IntegrityError
 
@@ -69,7 +70,8 @@ def test_a_full_hit_replays_one_token_and_writes_no_kv():
     first = e.generate(tokens, GREEDY)[0]
     pages = index_of(e).lookup(tokens, e.namespace()).page_ids.tolist()
     before = [page_bytes(e, p) for p in pages]
-    again = e.generate(tokens, GREEDY)[0]
+    for _ in range(3):  # any number of hits (A13)
+        again = e.generate(tokens, GREEDY)[0]
     assert again.token_ids == first.token_ids
     assert (again.full_hit, again.cached_tokens, again.computed_tokens) == (True, 7, 1)
     lengths = last_batch(e).lengths
@@ -389,13 +391,97 @@ def test_a_model_that_skips_a_layer_runs_cold_with_a_stable_reason():
     assert (stats.active, stats.disabled_reason, stats.prefill.hits) == (False, "incomplete-paged-layer-registry", 0)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class RepeatsALayer(Llama):
+    """A user's model whose layer 0 attends twice."""
+
+    def forward(self, params: Any, tokens: Any, positions: Any, kv: Any, attend: Any) -> Any:
+        def twice(kv: Any, layer: int, q: Any, k: Any, v: Any, **options: Any) -> Any:
+            if layer == 0:
+                _, kv = attend(kv, layer, q, k, v, **options)
+            return attend(kv, layer, q, k, v, **options)
+
+        return super().forward(params, tokens, positions, kv, twice)
+
+
+def test_a_model_that_attends_twice_in_a_layer_is_reported_too():
+    """B9: duplicate in the layer registry."""
+    base = model()
+    fields = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
+    capability = get_prefix_reuse_capability(RepeatsALayer(**fields), page_size=4)
+    assert (capability.supported, capability.reason) == (False, "incomplete-paged-layer-registry")
+    assert "more than once: [0]" in capability.detail
+
+
+def test_quantised_pages_are_refused_at_start():
+    """H34: not supported, so not cast either."""
+    base = model()
+    fields = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
+
+    class Quantised(Llama):
+        @property
+        def kv_groups(self) -> Any:
+            return tuple(dataclasses.replace(g, dtype=jnp.int8) for g in super().kv_groups)
+
+    with pytest.raises(ConfigError, match="quantised"):
+        Engine(Quantised(**fields))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_last_logits_of_a_mixed_batch_are_those_of_each_row_alone(kind: str, monkeypatch: pytest.MonkeyPatch):
+    """B14, A17: picked by query offsets; the batch computes exactly the suffix tokens."""
+    base = prompt(8, seed=1)
+    rows = [prompt(5, seed=2), prompt(11, seed=3, start=base), base, prompt(13, seed=4, start=base[:4])]
+    e = engine(kind)
+    e.generate(base, GREEDY)
+    logits: list[np.ndarray] = []
+    real = e.runner.prefill
+
+    def spy(chunks: Any, sequences: Any) -> Any:
+        outputs = real(chunks, sequences)
+        logits.append(np.asarray(outputs.logits))
+        return outputs
+
+    monkeypatch.setattr(e.runner, "prefill", spy)
+    before = e.stats().prefill.computed_tokens
+    e.generate(rows, SamplingParams(max_tokens=1))
+    assert e.stats().prefill.computed_tokens - before == 5 + 3 + 1 + 9
+    assert len(logits) == 1
+    for got, tokens in zip(logits[0], rows, strict=True):
+        np.testing.assert_allclose(got, cold(tokens, kind)[-1], atol=1e-4)
+
+
+def test_layers_with_windows_and_full_layers_agree_on_one_hit_length():
+    """H17: window 8, page 4; B shares 20 tokens and hits 5 pages, C shares 32 and hits 8."""
+    e = engine("hybrid")
+    a = prompt(32, seed=1)
+    e.generate(a, GREEDY)
+    for start, own, pages in ((20, 5, 5), (32, 4, 8)):
+        tokens = prompt(start + own, seed=9, start=a[:start])
+        logits, first = e.score(tokens, reuse=True)
+        assert first == 4 * pages
+        np.testing.assert_allclose(logits, cold(tokens, "hybrid")[first:], atol=1e-4)
+
+
+def test_errors_do_not_grow_along_a_chain_of_hits():
+    """H33: a prefix of 1..12 pages, each built on the previous hit; cold = cold is the control."""
+    e = engine("hybrid")
+    tokens = prompt(50, seed=3)
+    reference = cold(tokens, "hybrid")
+    assert np.array_equal(e.score(tokens), e.score(tokens))
+    for pages in range(1, 13):
+        logits, first = e.score(tokens[: 4 * pages + 2], reuse=True)
+        assert first == 4 * (pages - 1)
+        np.testing.assert_allclose(logits, reference[first : 4 * pages + 2], atol=1e-4)
+
+
 def test_equal_geometry_has_one_store_identity():
     """B10."""
     assert engine().capability.store_identity == engine(seed=1).capability.store_identity
     assert engine().capability.store_identity != engine(page_size=8).capability.store_identity
 
 
-@pytest.mark.parametrize("fill", [float("nan"), float("inf"), 0.0])
+@pytest.mark.parametrize("fill", [float("nan"), float("inf")])
 def test_contents_of_unowned_slots_never_matter(fill: float):
     """H19, H20: NaN and Inf in every unowned slot give the same bits as zeros; padding writes nowhere."""
     prompts = [prompt(n, seed=n) for n in (1, 5, 9)]

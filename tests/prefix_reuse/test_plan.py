@@ -1,4 +1,4 @@
-"""Plans: worked numbers of A15, A20, A21, A23, B11, B12."""
+"""Plans: worked numbers of A15, A21, A23, B11, B12."""
 
 from __future__ import annotations
 
@@ -28,12 +28,6 @@ def test_suffix_plans_of_a_mixed_batch_have_the_worked_numbers():
     assert sum(p.context_length for p in plans) == 15
     assert sum(p.computed_tokens for p in plans) == 7
     assert sum(p.cached_tokens for p in plans) == 8
-
-
-def test_offload_starts_at_source_0_and_destination_prefix():
-    """A20."""
-    plan = plan_prefill(np.arange(6, dtype=np.int32), 4, 4)
-    assert (plan.offload_source, plan.offload_destination) == (0, 4)
 
 
 def test_full_hit_replays_the_last_token_and_is_never_a_full_prefill():
@@ -81,7 +75,9 @@ def test_contradicting_batch_lengths_raise():
     with pytest.raises(LengthsError):
         PagedBatchLengths(good.query_lengths, good.query_offsets, good.context_lengths, good.kv_seq_lengths + 1)
     with pytest.raises(LengthsError):
-        PagedBatchLengths(good.query_lengths, good.query_offsets[::-1].copy(), good.context_lengths, good.kv_seq_lengths)
+        PagedBatchLengths(
+            good.query_lengths, good.query_offsets[::-1].copy(), good.context_lengths, good.kv_seq_lengths
+        )
     with pytest.raises(LengthsError):
         PagedBatchLengths.create([1, 2], [1])
     with pytest.raises(LengthsError):

@@ -40,6 +40,7 @@ def new_engine(model: Any, programs: Programs, page_size: int, *, on: bool = Tru
         max_context=512,
         max_rows=8,
         max_prefill_tokens=256,
+        min_prefill_tokens=256 if page_size < 16 else 64,  # fewer programs to compile
         decode_steps=16,
         enable_prefix_reuse=on,
         compilation_cache=False,
@@ -94,14 +95,15 @@ def test_full_hits_on_real_prompts_replay_one_token(
 ):
     """A21 and N2: prompts of 42, 239, 232, 18 and 19 tokens that are whole pages."""
     e = new_engine(model, programs, page_size)
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
     for name in names:
         assert len(IDS[name]) % page_size == 0
-        assert e.generate(IDS[name], GREEDY)[0].token_ids == golden(name)
-    outs = e.generate([IDS[name] for name in names], GREEDY)
-    for name, out in zip(names, outs, strict=True):
+        assert e.generate(IDS[name], params)[0].token_ids == golden(name)[:16]
+    for name in names:
+        out = e.generate(IDS[name], params)[0]
         assert out.full_hit
         assert (out.cached_tokens, out.computed_tokens) == (len(IDS[name]) - 1, 1)
-        assert out.token_ids == golden(name)
+        assert out.token_ids == golden(name)[:16]
         logits, first = e.score(IDS[name], reuse=True)
         assert (len(logits), first) == (1, len(IDS[name]) - 1)
         check_last_logits(logits, name)

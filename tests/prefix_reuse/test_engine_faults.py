@@ -1,0 +1,294 @@
+"""A fault at every place where the engine holds something: nothing leaks, nothing wrong stays, the rest goes on (A12, A13)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from engine_helpers import GREEDY, check, cold, drained, engine, index_of, prompt
+
+from prefix_reuse import PrefixReuseError, SamplingParams
+from prefix_reuse.errors import CapacityError, InvalidRequestError
+from prefix_reuse.sequence import SequenceState
+
+ONE = SamplingParams(max_tokens=1, ignore_eos=True)
+LONG = SamplingParams(max_tokens=30, ignore_eos=True)
+
+
+def fails(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("injected")
+
+
+def run_all(e: Any) -> dict[int, Any]:
+    outputs: dict[int, Any] = {}
+    for _ in range(200):
+        if not e.has_work:
+            return outputs
+        outputs.update((o.request_id, o) for o in e.step())
+        check(e)
+    raise AssertionError("the engine does not come to an end")
+
+
+@pytest.mark.parametrize("place", ["load", "carry_out", "sync_tables", "read", "allocate"])
+def test_a_fault_during_admission_gives_everything_back(place: str, monkeypatch: pytest.MonkeyPatch):
+    """A12: host pages, device pages, rows and residency are as before; a retry gives the right tokens."""
+    e = engine("hybrid")
+    base = prompt(8, seed=1)
+    e.generate(base, GREEDY)
+    e.drop_device_pages()
+    tokens = prompt(12, seed=2, start=base)
+    want = engine("hybrid", on=False).generate(tokens, GREEDY)[0].token_ids
+    before = e.cache.stats(), [a.stats() for a in e.runner.accounts], [dict(a.resident) for a in e.runner.accounts]
+    request = e.submit(tokens, GREEDY)
+    targets: dict[str, tuple[Any, str]] = {
+        "load": (e.runner, "load"),
+        "carry_out": (e.runner.accounts[1], "carry_out"),
+        "sync_tables": (e.runner, "sync_tables"),
+        "read": (e.scheduler, "_read_loads"),
+        "allocate": (e.scheduler, "_take_host_pages"),
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(*targets[place], fails)
+        with pytest.raises(RuntimeError, match="injected"):
+            e.step()
+    check(e)
+    after = e.cache.stats(), [a.stats() for a in e.runner.accounts], [dict(a.resident) for a in e.runner.accounts]
+    for name in ("logical_pages", "physical_pages", "free_pages"):
+        assert getattr(before[0], name) == getattr(after[0], name)
+    if place != "sync_tables":  # there the pages were loaded properly and may stay resident
+        assert before[1:] == after[1:]
+        assert e.stats().decode.rollbacks == 1
+    assert run_all(e)[request].token_ids == want
+    drained(e)
+
+
+def test_an_offload_that_cannot_start_only_costs_the_pages(monkeypatch: pytest.MonkeyPatch):
+    """The row goes on, nothing of it is published, the reason is visible."""
+    for n in (10, 8):
+        e = engine()
+        tokens = prompt(n, seed=n)
+        want = engine(on=False).generate(tokens, GREEDY)[0].token_ids
+        with monkeypatch.context() as patch:
+            patch.setattr(e.runner, "offload", fails)
+            out = e.generate(tokens, GREEDY)[0]
+        assert (out.token_ids, out.computed_tokens, out.full_hit) == (want, n, False)
+        assert len(index_of(e)) == 0
+        assert e.stats().prefill.computed_tokens == n
+        assert "injected" in e.stats().faults.last_error
+        drained(e)
+
+
+def test_a_lost_device_spares_rows_that_had_just_completed(monkeypatch: pytest.MonkeyPatch):
+    """The decode of A fails and takes the pools, in the step in which B completed in prefill."""
+    e = engine()
+    a = e.submit(prompt(6, seed=1), LONG)
+    e.step()
+    b = e.submit(prompt(9, seed=2), ONE)
+
+    def takes_the_pools(params: Any, pools: Any, batch: Any) -> Any:
+        for leaf in jax.tree.leaves(pools):
+            leaf.delete()
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(e.programs, "decode", takes_the_pools)
+        with pytest.raises(RuntimeError, match="injected"):
+            e.step()
+    check(e)
+    outputs = run_all(e)
+    assert outputs[a].token_ids == engine(on=False).generate(prompt(6, seed=1), LONG)[0].token_ids
+    assert outputs[b].token_ids == engine(on=False).generate(prompt(9, seed=2), ONE)[0].token_ids
+    drained(e)
+
+
+def test_a_row_whose_prefill_always_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch):
+    e = engine()
+    good, bad = prompt(9, seed=1), prompt(5, seed=2)
+    want = engine(on=False).generate(good, GREEDY)[0].token_ids
+    real = e.programs.prefill
+
+    def picky(params: Any, pools: Any, batch: Any) -> Any:
+        if any(np.array_equal(np.asarray(batch.tokens)[i : i + 5], bad) for i in range(20)):
+            raise RuntimeError("injected")
+        return real(params, pools, batch)
+
+    monkeypatch.setattr(e.programs, "prefill", picky)
+    failing, fine = e.submit(bad, GREEDY), e.submit(good, GREEDY)
+    outputs: dict[int, Any] = {}
+    errors = 0
+    for _ in range(12):
+        try:
+            outputs.update((o.request_id, o) for o in e.step())
+        except RuntimeError:
+            errors += 1
+    assert outputs[fine].token_ids == want
+    assert errors > 1
+    e.cancel(failing)
+    run_all(e)
+    drained(e)
+
+
+def test_bad_stop_ids_are_refused_before_they_reach_the_batch():
+    e = engine()
+    with pytest.raises(InvalidRequestError, match="stop ids"):
+        e.submit(prompt(4), SamplingParams(stop_token_ids=(2**31,)))
+    with pytest.raises(InvalidRequestError, match="stop ids"):
+        e.submit(prompt(4), SamplingParams(stop_token_ids=(128,)))
+    drained(e)
+
+
+def test_nobody_waits_for_a_held_row():
+    """X1: a held row publishes nothing until it is resumed; its continuation does not wait for that."""
+    e = engine(publish_generated=True)
+    request = e.submit(prompt(8, seed=1), LONG)
+    for _ in range(2):
+        e.step()
+    e.hold(request)
+    row = e._requests[request].samples[0]
+    tokens = np.append(row.tokens, 5)
+    assert e.generate(tokens, ONE)[0].token_ids == engine(on=False).generate(tokens, ONE)[0].token_ids
+    e.resume(request)
+    run_all(e)
+    drained(e)
+
+
+def test_hold_after_resume_keeps_the_row_out():
+    e = engine()
+    request = e.submit(prompt(8, seed=1), LONG)
+    e.step()
+    e.hold(request)
+    e.resume(request)
+    e.hold(request)
+    e.step()
+    assert e._requests[request].samples[0].state is SequenceState.ON_HOLD
+    with pytest.raises(PrefixReuseError, match="on hold"):
+        e._step_for(set())
+    e.resume(request)
+    run_all(e)
+    drained(e)
+
+
+def test_a_held_row_that_lost_a_shared_page_starts_over(monkeypatch: pytest.MonkeyPatch):
+    """Two rows share a host page; its entry is dropped and its bytes are gone: hold evicts instead of rewriting it."""
+    e = engine(decode_page_sharing=False)
+    base = prompt(8, seed=1)
+    e.generate(base, GREEDY)
+    rows = [prompt(10, seed=2 + i, start=base) for i in range(2)]
+    want = [o.token_ids for o in engine(on=False).generate(rows, LONG)]
+    ids = [e.submit(r, LONG) for r in rows]
+    e.step()
+    page = int(e.cache.pages(e._requests[ids[0]].samples[0].id)[0])
+    e.cache.drop_entry(page)
+    e.hold(ids[0])
+    assert e._requests[ids[0]].samples[0].state is SequenceState.EVICTED
+    outputs = run_all(e)
+    assert [outputs[i].token_ids for i in ids] == want
+    drained(e)
+
+
+def test_an_interrupt_while_copies_land_loses_no_page(monkeypatch: pytest.MonkeyPatch):
+    e = engine()
+    e.submit(prompt(9, seed=1), ONE)
+    e.step()
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(e._pending[0][1]), "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            e.step()
+    run_all(e)
+    assert len(index_of(e)) == 2
+    drained(e)
+
+
+def test_streams_leave_nothing_behind_whoever_steps():
+    e = engine()
+    tokens = prompt(7, seed=2)
+    params = SamplingParams(max_tokens=14, ignore_eos=True)
+    unread = e.stream(tokens, params)
+    unread.close()
+    assert not run_all(e) or e.stats().requests.cancelled == 1
+    list(e.stream(tokens, params))
+    assert not e.has_work
+    stream = e.stream(tokens, params)
+    first = next(stream)
+    run_all(e)  # somebody else steps to the end
+    rest = list(stream)
+    want = e.generate(tokens, params)[0].token_ids
+    assert sum((ev.token_ids for ev in [first, *rest]), ()) == want
+    with e.stream(tokens, params) as stream:
+        next(stream)
+    run_all(e)
+    drained(e)
+
+
+def test_cold_scoring_touches_no_host_page_and_may_fill_the_context():
+    e = engine(num_host_pages=8, max_context=32)
+    for seed in (1, 2):
+        e.generate(prompt(12, seed=seed), ONE)
+    entries, stats = len(index_of(e)), e.cache.stats()
+    tokens = prompt(32, seed=3)
+    np.testing.assert_allclose(e.score(tokens), cold(tokens), atol=1e-4)
+    assert len(index_of(e)) == entries
+    assert e.cache.stats() == stats
+    with pytest.raises(CapacityError):
+        e.score(prompt(33, seed=3))
+    drained(e)
+
+
+def test_a_row_that_comes_back_is_no_cache_hit_anywhere():
+    """H24: lookups of an evicted row's own pages join no hit counter, host or engine."""
+    e = engine()
+    request = e.submit(prompt(12, seed=1), LONG)
+    for _ in range(2):
+        e.step()
+    row = e._requests[request].samples[0]
+    e._land_copies()
+    e.scheduler.evict(row)
+    want = engine(on=False).generate(prompt(12, seed=1), LONG)[0].token_ids
+    out = run_all(e)[request]
+    assert out.token_ids == want
+    assert out.cached_tokens == 0
+    stats = e.stats()
+    assert (stats.prefill.hits, stats.host.lookup_hits) == (0, 0)
+    assert stats.prefill.resumed_tokens > 0
+    drained(e)
+
+
+def test_a_request_cancelled_in_the_queue_computed_nothing():
+    e = engine()
+    request = e.submit(prompt(9), GREEDY)
+    e.cancel(request)
+    assert run_all(e)[request].computed_tokens == 0
+    drained(e)
+
+
+def test_host_rows_follow_the_context():
+    """A9: the context length of a row counts the tokens whose KV is written."""
+    e = engine()
+    request = e.submit(prompt(9), LONG)
+    e.step()
+    row = e._requests[request].samples[0]
+    assert e.cache.row(row.id).context_length == row.committed_kv_tokens == row.num_tokens - 1
+    e.cancel(request)
+    run_all(e)
+    drained(e)
+
+
+def test_warmup_is_refused_while_rows_run():
+    e = engine()
+    request = e.submit(prompt(9), LONG)
+    e.step()
+    with pytest.raises(PrefixReuseError, match="before requests run"):
+        e.warmup()
+    e.cancel(request)
+    run_all(e)
+    drained(e)
+
+
+def test_an_empty_batch_gives_no_outputs():
+    assert engine().generate([]) == []
