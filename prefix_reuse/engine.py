@@ -324,7 +324,11 @@ class Engine:
         except BaseException:
             self._recover_device()
             raise
-        self._prefill()
+        try:
+            self._prefill()
+        except Exception:
+            self._decode()  # what one row's prefill does must not stop the others
+            raise
         self._decode()
 
     def _land_copies(self) -> None:

@@ -653,7 +653,7 @@ def test_nothing_compiles_after_warmup():
     before = dict(e.stats().compilations)
     compiled: list[str] = []
 
-    def listener(event: str, duration: float, **_: Any) -> None:
+    def listener(event: str, duration_secs: float, **kwargs: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             compiled.append(event)
 
