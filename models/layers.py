@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 
-def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, out_dtype: jnp.dtype | None = None):
+def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, out_dtype: DTypeLike | None = None):
     """`x @ weight.T + bias` for x [..., in] and weight [out, in], the way checkpoints store it.
 
     Stored as it comes: on a CPU neither orientation won by more than the noise (30 layers of SmolLM2 at one token 20 to

@@ -113,6 +113,8 @@ def call(op: str, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
         if name == "reference":
             break
         try:
+            if name == "mosaic_gpu" and _before_hopper():
+                raise NotImplementedError("Mosaic GPU kernels need Hopper (compute capability 9.0) or later.")
             result = load(op, name)(*args, **kwargs)
         except (NotImplementedError, ImportError) as error:
             _count_fallback(op, name, error)
@@ -129,6 +131,13 @@ def _count_fallback(op: str, name: str, error: Exception) -> None:
     if not _fallbacks[op, reason]:
         logger.warning("%s falls back: %s", op, reason)
     _fallbacks[op, reason] += 1
+
+
+def _before_hopper() -> bool:
+    """Whether this process has a GPU, and it is older than Hopper."""
+    if jax.default_backend() != "gpu":
+        return False
+    return float(getattr(jax.devices()[0], "compute_capability", 9.0)) < 9.0
 
 
 def _platform() -> str:

@@ -49,9 +49,11 @@ def run_command(argv: Sequence[str], cwd: Path) -> tuple[int, str]:
 
 
 def has_history(root: Path, run: Runner = run_command) -> bool:
-    """Whether `root` is the top of a git checkout (and not merely inside of somebody else's)."""
+    """Whether `root` is the top of a git checkout with a commit (and not merely inside of somebody else's)."""
     code, out = run(["git", "rev-parse", "--show-toplevel"], root)
-    return code == 0 and Path(out.strip()).resolve() == root.resolve()
+    if code != 0 or Path(out.strip()).resolve() != root.resolve():
+        return False
+    return run(["git", "rev-parse", "HEAD"], root)[0] == 0  # files may travel with a repository that has no history
 
 
 def head_commit(root: Path, run: Runner = run_command) -> str:

@@ -55,9 +55,9 @@ class EngineConfig:
     integrity: bool = False
     """Checksum every indexed page per layer and check it when it is reused."""
     poison: bool = False
-    """Fill freed pages with NaN, on host and device, so that a stale read shows."""
+    """Fill freed and reclaimed pages with NaN, on host and device, so that a stale read shows. For tests; slow."""
     attention: Literal["reference", "triton", "mosaic_gpu"] | None = None
-    """Force one kernel implementation; None = the fastest measured for this device."""
+    """Force one kernel implementation; None = the one that measured fastest, where it supports the case."""
     compilation_cache: bool = True
     """Keep XLA programs on disk between processes (JAX's persistent compilation cache), unless already configured."""
 

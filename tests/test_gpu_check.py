@@ -12,7 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from prefix_reuse.build_stamp import PID_FILE, STAMP, GpuCheckRefused, check_stamp, run_command, write_stamp
+from prefix_reuse.build_stamp import (
+    PID_FILE,
+    STAMP,
+    GpuCheckRefused,
+    check_stamp,
+    has_history,
+    run_command,
+    write_stamp,
+)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 _spec = importlib.util.spec_from_file_location("gpu_check", REPOSITORY / "scripts" / "gpu_check.py")
@@ -219,6 +227,11 @@ def test_command_line_reports_a_refusal_with_exit_code_2(monkeypatch, capsys) ->
 
 def test_import_probe_runs_in_a_real_interpreter() -> None:
     assert gpu_check.check_build(REPOSITORY, run_command)["jax"]
+
+
+def test_a_repository_without_commits_counts_as_no_history(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    assert not has_history(tmp_path)
 
 
 def test_opted_in_gpu_test_fails_instead_of_being_skipped(tmp_path: Path) -> None:

@@ -87,3 +87,17 @@ def test_every_op_has_a_reference_that_is_the_last_choice() -> None:
     for op, (_, names) in dispatch.PREFERENCE.items():
         assert names[-1] == "reference"
         assert "reference" in dispatch.available_implementations(op)
+
+
+def test_older_cards_pass_over_mosaic_with_a_counted_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_platform", lambda: "cuda")
+    monkeypatch.setattr(dispatch, "_before_hopper", lambda: True)
+    monkeypatch.setitem(dispatch.PREFERENCE, "append_kv", ("append_kv", ("mosaic_gpu", "reference")))
+    pallas_kernels.reset_dispatch_report()
+    pool = jnp.zeros(pallas_kernels.layout.pool_shape(1, 2, 16, 1, 8))
+    one = jnp.zeros((1, 1, 8))
+    ids = jnp.zeros(1, jnp.int32)
+    pallas_kernels.append_kv(pool, one, one, ids, ids, jnp.ones(2, bool), jnp.ones(2, jnp.int32), layer=0)
+    report = pallas_kernels.dispatch_report()["append_kv"]
+    assert report["reference"] == 1
+    assert any("Hopper" in reason for reason in report["fallback_reasons"])
