@@ -94,7 +94,7 @@ def test_older_cards_pass_over_mosaic_with_a_counted_reason(monkeypatch: pytest.
     monkeypatch.setattr(dispatch, "_before_hopper", lambda: True)
     monkeypatch.setitem(dispatch.PREFERENCE, "append_kv", ("append_kv", ("mosaic_gpu", "reference")))
     pallas_kernels.reset_dispatch_report()
-    pool = jnp.zeros(pallas_kernels.layout.pool_shape(1, 2, 16, 1, 8))
+    pool = jnp.zeros(layout.pool_shape(1, 2, 16, 1, 8))
     one = jnp.zeros((1, 1, 8))
     ids = jnp.zeros(1, jnp.int32)
     pallas_kernels.append_kv(pool, one, one, ids, ids, jnp.ones(2, bool), jnp.ones(2, jnp.int32), layer=0)
