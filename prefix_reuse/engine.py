@@ -19,28 +19,26 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels.layout import LAYOUT
 from prefix_reuse.capability import PrefixReuseCapability, check_model, get_prefix_reuse_capability
 from prefix_reuse.config import EngineConfig, SamplingParams
 from prefix_reuse.errors import (
-    CapacityError,
     ConfigError,
     InvalidRequestError,
     PrefixReuseError,
-    TransferError,
     UnknownRequestError,
 )
-from prefix_reuse.hashing import Namespace, weight_fingerprint
+from prefix_reuse.hashing import weight_fingerprint
 from prefix_reuse.host_store import HostPageStore
 from prefix_reuse.index import PrefixIndex
+from prefix_reuse.intake import Intake, Prompt, is_single_prompt
+from prefix_reuse.offload import Offloader
 from prefix_reuse.outputs import (
     RequestOutput,
     SampleOutput,
-    Tokenizer,
     cut_at_stop,
     find_stop,
 )
-from prefix_reuse.plan import Chunk, pages_for
+from prefix_reuse.plan import Chunk
 from prefix_reuse.programs import Programs
 from prefix_reuse.runner import DeviceRunner, check_refused, stop_ids_of
 from prefix_reuse.scheduler import Scheduler
@@ -49,9 +47,6 @@ from prefix_reuse.sequence import SequenceState
 from prefix_reuse.stats import EngineCounters, EngineStats
 from prefix_reuse.steps import PagedModel
 from prefix_reuse.stream import TokenStream
-from prefix_reuse.transfer import PendingCopy
-
-Prompt = str | Sequence[int] | np.ndarray
 
 
 @dataclasses.dataclass
@@ -116,14 +111,11 @@ class Engine:
         self.programs = programs or Programs(model, config, device)
         self.runner = DeviceRunner(model, config, self.max_context, device, self.programs)
         self.scheduler = Scheduler(config, self.cache, self.runner, self.counters)
-        self._fingerprint = weight_fingerprint(self.runner.params) if self.active else ""
-        self._namespaces: dict[tuple[str, str], bytes] = {}
+        self.offloader = Offloader(config, self.cache, self.runner, self.scheduler, self.counters)
+        fingerprint = weight_fingerprint(self.runner.params) if self.active else ""
+        self.intake = Intake(model, config, self.capability, self.max_context, pool_tokens, fingerprint)
         self._requests: dict[int, _Request] = {}
         self._ids = itertools.count()
-        self._pending: list[tuple[Row, PendingCopy, np.ndarray, int]] = []
-        """Copies to the host under way: the row, the copy, filled slots of each page, and the row's epoch then."""
-        self._closing: list[Row] = []
-        """Completed rows whose copies have not landed yet."""
         self._finished: list[RequestOutput] = []
 
     @classmethod
@@ -166,7 +158,7 @@ class Engine:
         """
         params = params or SamplingParams()
         try:
-            tokens = self._check(self.tokenize(prompt), params)
+            tokens = self.intake.check(self.tokenize(prompt), params)
         except InvalidRequestError:
             self.counters.requests.refused += 1
             raise
@@ -203,71 +195,11 @@ class Engine:
 
     def tokenize(self, prompt: Prompt) -> np.ndarray:
         """Token ids of a prompt, int32. Raises `InvalidRequestError` for text without a tokenizer or a wrong dtype."""
-        if isinstance(prompt, str):
-            if not prompt:
-                raise InvalidRequestError("the prompt is empty")
-            return np.asarray(self._tokenizer().encode(prompt), np.int32)
-        try:
-            array = np.asarray(prompt)
-        except ValueError as error:
-            raise InvalidRequestError(f"token ids must be one flat sequence: {error}") from error
-        if array.ndim != 1:
-            raise InvalidRequestError(f"token ids must be one flat sequence, got shape {array.shape}")
-        if array.size and not np.issubdtype(array.dtype, np.integer):
-            raise InvalidRequestError(f"token ids must be integers, got {array.dtype}")
-        if array.size and (array.min() < 0 or array.max() >= self.model.vocab_size):
-            bad = int(array[(array < 0) | (array >= self.model.vocab_size)][0])
-            raise InvalidRequestError(f"token id {bad} is outside the vocabulary of {self.model.vocab_size}")
-        return array.astype(np.int32)
-
-    def _tokenizer(self) -> Tokenizer:
-        tokenizer = getattr(self.model, "tokenizer", None)
-        if tokenizer is None:
-            raise InvalidRequestError(f"{self.model.name} has no tokenizer: give token ids and no stop strings")
-        return tokenizer
-
-    def _check(self, tokens: np.ndarray, params: SamplingParams, answer: int = 1) -> np.ndarray:
-        if not len(tokens):
-            raise InvalidRequestError("the prompt is empty")
-        for name, room in (("context", self.max_context), ("page pools", self.pool_tokens)):
-            if len(tokens) + answer > room:
-                raise CapacityError(f"a prompt of {len(tokens)} + {answer} tokens exceeds the {name} of {room} tokens")
-        bad = [t for t in params.stop_token_ids if t >= self.model.vocab_size]
-        if bad:
-            raise InvalidRequestError(f"stop ids {bad} are outside the vocabulary of {self.model.vocab_size}")
-        num_stops = len(() if params.ignore_eos else tuple(self.model.eos_token_ids)) + len(params.stop_token_ids)
-        if num_stops > self.config.max_stop_ids:
-            raise InvalidRequestError(f"{num_stops} stop ids, but max_stop_ids is {self.config.max_stop_ids}")
-        if params.stop:
-            self._tokenizer()
-        return tokens
+        return self.intake.tokenize(prompt)
 
     def namespace(self, salt: str = "", adapter: str = "") -> bytes:
-        """Digest of everything that makes pages interchangeable: model, weights, geometry, numerics, salt (B4)."""
-        key = (salt, adapter)
-        if key not in self._namespaces:
-            self._namespaces[key] = (
-                self._base_namespace().replace(adapter=adapter or None, tenant_salt=salt or None).digest
-            )
-        return self._namespaces[key]
-
-    def _base_namespace(self) -> Namespace:
-        identity = dict(getattr(self.model, "identity", None) or {})
-        groups = self.model.kv_groups
-        identity.setdefault("model_id", self.model.name)
-        if self.config.revision:
-            identity["revision"] = f"{identity.get('revision') or ''}|{self.config.revision}"
-        return Namespace.from_identity(
-            identity,
-            weights=self._fingerprint or None,
-            dtype=",".join(jax.numpy.dtype(g.dtype).name for g in groups),
-            page_size=self.config.page_size,
-            num_layers=sum(len(g.layers) for g in groups),
-            num_kv_heads=groups[0].num_kv_heads,
-            head_dim=groups[0].head_dim,
-            layout=f"{LAYOUT}/{self.capability.store_identity}",
-            attention=str(self.config.attention),
-        )
+        """Digest of everything that makes pages interchangeable (B4)."""
+        return self.intake.namespace(salt, adapter)
 
     def cancel(self, request_id: int) -> None:
         """Ends a request now and drops exactly what it holds; its output (`cancelled`) comes with the next `step`."""
@@ -285,7 +217,7 @@ class Engine:
         """
         for row in self._live(request_id).samples:
             if row.state is SequenceState.IN_DECODE:
-                self._hold(row)
+                self.offloader.hold(row)
             elif row in self.scheduler.resuming:
                 self.scheduler.resuming.remove(row)
 
@@ -305,7 +237,7 @@ class Engine:
         """Whether `step` has anything to do (requests on hold do not count)."""
         on_hold = sum(1 for r in self.scheduler.running if r.state is SequenceState.ON_HOLD)
         active = len(self.scheduler.running) - on_hold + len(self.scheduler.resuming) + len(self.scheduler.waiting)
-        return bool(active or self._closing or self._pending or self._finished)
+        return bool(active or self.offloader.closing or self.offloader.pending or self._finished)
 
     # ---- the loop
 
@@ -316,7 +248,7 @@ class Engine:
         return finished
 
     def _turn(self) -> None:
-        self._land_copies()
+        self.offloader.land()
         if self.config.poison:
             self.runner.poison_lost_pages()
         try:
@@ -330,53 +262,6 @@ class Engine:
             self._decode()  # what one row's prefill does must not stop the others
             raise
         self._decode()
-
-    def _land_copies(self) -> None:
-        """Waits for copies to the host, publishes the pages that are complete, releases completed rows."""
-        landed: dict[int, Row] = {}
-        while self._pending:
-            row, copy, slots, epoch = self._pending[0]
-            try:
-                copy.wait()
-            except TransferError as error:  # the pages are not published; the row itself goes on
-                self._copy_failed(copy.host_pages, error)
-            else:
-                self.cache.finish_copy(copy.host_pages, copy.payloads, slots)
-            del self._pending[0]  # only now: an interrupt while waiting loses nothing
-            if epoch == row.epoch:
-                row.pending_copies -= 1
-                landed[row.id] = row
-        for row in landed.values():
-            self._publish(row)
-        while self._closing:
-            self.scheduler.release(self._closing.pop())
-
-    def _copy_failed(self, host_pages: np.ndarray, error: Exception) -> None:
-        self.counters.faults.failed_offloads += len(host_pages)
-        self.counters.faults.last_error = f"{type(error).__name__}: {error}"
-        self.cache.fail_copy(host_pages)
-
-    def _publish(self, row: Row) -> None:
-        if not (self.active and row.reuse):
-            return
-        if not self.cache.has_row(row.id):
-            return
-        limit = min(row.committed_kv_tokens, self.scheduler.publishable_tokens(row))
-        self.cache.publish(row.id, row.tokens[:limit], row.namespace)
-        self._share_device_pages(row)
-
-    def _share_device_pages(self, row: Row) -> None:
-        """Points the row's published device pages at the shared ones (M3), and closes them for writing in any case."""
-        if row.row is None or not (self.active and row.reuse):
-            return
-        size = self.config.page_size
-        host_pages = np.asarray(self.cache.pages(row.id))[: row.committed_kv_tokens // size]
-        host_pages = host_pages[: self.scheduler.num_indexed(host_pages)]
-        for account in self.runner.accounts:
-            if self.scheduler.share_device:
-                self.counters.decode.pages_deduplicated += account.share(row.row, host_pages)
-            else:
-                account.seal(row.row, len(host_pages))
 
     def _prefill(self) -> None:
         chunks, rows = self._next_chunks()
@@ -400,7 +285,7 @@ class Engine:
             row.computed_tokens += len(chunk.tokens)
             self.counters.prefill.computed_tokens += len(chunk.tokens)
             self.scheduler.commit(row, row.prefilled_tokens)
-            self._flush_full_pages(row)
+            self.offloader.flush_full_pages(row)
             if row.scoring and scores is not None:
                 self._requests[row.request_id].logits.append(scores[here])
             if chunk.is_last:
@@ -435,7 +320,7 @@ class Engine:
         self.counters.requests.prefill_failures += 1
         for row in reversed(rows):
             row.failed_prefills += 1
-            self._detach_copies(row)
+            self.offloader.detach(row)
             self.scheduler.evict(row)
         self._recover_device()
 
@@ -448,9 +333,9 @@ class Engine:
             for row in reversed(self.scheduler.running[:]):
                 if row.state is SequenceState.ON_HOLD:
                     continue
-                self._detach_copies(row)
+                self.offloader.detach(row)
                 if not row.is_live:  # completed, its copies had not landed: nothing of it is published
-                    self._closing.remove(row)
+                    self.offloader.closing.remove(row)
                     self.scheduler.release(row)
                     continue
                 if row.state is SequenceState.PREFILLED:
@@ -465,7 +350,7 @@ class Engine:
             return
         for row in rows:
             if row.state is SequenceState.PREFILLED:
-                self._share_device_pages(row)
+                self.offloader.share_device_pages(row)
                 row.move_to(SequenceState.IN_DECODE)
         try:
             self._sync_tables()
@@ -480,7 +365,7 @@ class Engine:
             self.counters.decode.tokens += len(new)
             self._append(row, new)
             if row.is_live:
-                self._flush_full_pages(row)
+                self.offloader.flush_full_pages(row)
 
     def _sync_tables(self) -> None:
         context_lens = np.zeros(self.config.max_rows, np.int32)
@@ -500,23 +385,23 @@ class Engine:
             limited_by_pool = row.budget < min(row.params.max_tokens, self.max_context - len(row.prompt))
             reason = "capacity" if limited_by_pool else "length"
         if row.params.stop:
-            keep = find_stop(self._tokenizer(), row.generated, num_old, row.params.stop)
+            keep = find_stop(self.intake.tokenizer(), row.generated, num_old, row.params.stop)
             if keep is not None:
                 del row.generated[keep:]
                 reason = "stop"
         self.scheduler.commit(row, row.num_tokens - 1)
         if reason:
             if self.config.publish_generated:
-                self._flush_full_pages(row)
+                self.offloader.flush_full_pages(row)
             self._complete(row, reason)
 
     def _complete(self, row: Row, reason: str) -> None:
         row.move_to(SequenceState.COMPLETED)
         row.finish_reason = reason
         if reason != "cancelled" and row.pending_copies:
-            self._closing.append(row)  # its pages are published when their copies have landed
+            self.offloader.closing.append(row)  # its pages are published when their copies have landed
         else:
-            self._detach_copies(row)
+            self.offloader.detach(row)
             self.scheduler.release(row)
         request = self._requests[row.request_id]
         if not any(r.is_live for r in request.samples):
@@ -545,71 +430,23 @@ class Engine:
 
     # ---- pages
 
-    def _flush_full_pages(self, row: Row) -> None:
-        """Starts copying to the host what became full since the last flush; cached pages are not copied again (A20)."""
-        full = row.committed_kv_tokens // self.config.page_size
-        if row.uses_host and full > row.offloaded_pages:
-            self._offload(row, row.offloaded_pages, full)
-            row.offloaded_pages = full
-
-    def _offload(self, row: Row, first: int, end: int) -> None:
-        host_pages = np.asarray(self.cache.pages(row.id))[first:end]
-        device_pages = [account.pages(row.row_index)[first:end] for account in self.runner.accounts]
-        size = self.config.page_size
-        slots = np.minimum(row.committed_kv_tokens - size * np.arange(first, end), size)  # a held row's tail is partial
-        self.cache.begin_copy(host_pages)
-        try:
-            copy = self.runner.offload(device_pages, host_pages)
-        except Exception as error:  # as when the copy fails later: nothing is published, the row goes on
-            self._copy_failed(host_pages, error)
-            return
-        self.counters.prefill.pages_offloaded += len(host_pages)
-        row.pending_copies += 1
-        self._pending.append((row, copy, slots, row.epoch))
-
-    def _detach_copies(self, row: Row) -> None:
-        """The row no longer waits for its copies; the host pages stay taken until the bytes have landed (A13)."""
-        row.pending_copies = 0
-        row.epoch += 1
-
-    def _hold(self, row: Row) -> None:
-        size = self.config.page_size
-        self._flush_full_pages(row)
-        self._land_copies()
-        used = pages_for(row.committed_kv_tokens, size)
-        full = row.committed_kv_tokens // size
-        pages = np.asarray(self.cache.pages(row.id))
-        missing = np.flatnonzero(~np.asarray(self.cache.has_payload(pages[:full]), bool))
-        first = int(missing[0]) if len(missing) else full  # a copy that failed earlier is made again
-        if len(missing) and self.cache.accounts.refs[pages[first]] > 1:
-            self._detach_copies(row)  # a page that others read cannot be written again: compute everything anew
-            self.scheduler.evict(row)
-            return
-        if used > first:
-            self._offload(row, first, used)
-            self._land_copies()
-        if not np.asarray(self.cache.has_payload(pages[:used]), bool).all():
-            raise TransferError(f"request {row.request_id} stays on the device: {self.counters.faults.last_error}")
-        row.move_to(SequenceState.ON_HOLD)
-        self.scheduler.release_device(row)
-
     def _host_pages_freed(self, host_pages: np.ndarray) -> None:
         for account in self.runner.accounts:
             account.forget(np.asarray(host_pages).tolist())
 
     def drop_device_pages(self) -> int:
         """Forgets all cached device pages that no row uses; the next hit loads them from the host. Returns their number."""
-        self._land_copies()
+        self.offloader.land()
         return sum(account.drop_reclaimable() for account in self.runner.accounts)
 
     def evict_host_entries(self, n: int) -> int:
         """Evicts up to n index entries that no row uses, by the index's policy. Returns how many pages went."""
-        self._land_copies()
+        self.offloader.land()
         return len(self.cache.evict_entries(n)) if self.active else 0
 
     def clear_cache(self) -> int:
         """Drops every index entry; pages in use are freed when their rows end. Returns the entries dropped."""
-        self._land_copies()
+        self.offloader.land()
         return len(self.cache.clear()) if self.active else 0
 
     def update_params(self, params: Any) -> None:
@@ -624,9 +461,7 @@ class Engine:
             raise ConfigError("new params must have the structure, shapes and dtypes of the old ones")
         self.clear_cache()
         self.runner.params = jax.device_put(params, self.runner.device)
-        self._namespaces.clear()
-        if self.active:
-            self._fingerprint = weight_fingerprint(params)
+        self.intake.new_weights(weight_fingerprint(params) if self.active else "")
 
     # ---- whole requests
 
@@ -645,7 +480,7 @@ class Engine:
         """
         params = params or SamplingParams()
         batch: list[Any] = [prompts] if is_single_prompt(prompts) else list(prompts)
-        checked = [self._check(self.tokenize(p), params) for p in batch]
+        checked = [self.intake.check(self.tokenize(p), params) for p in batch]
         ids = [self._queue(tokens, params, salt, adapter, reuse=reuse, scoring=False) for tokens in checked]
         done = self._run(set(ids))
         return [done[i] for i in ids]
@@ -687,7 +522,7 @@ class Engine:
         With `reuse=True` cached pages are used and new ones published: returns (f32 logits of the computed positions,
         position of the first of them).
         """
-        tokens = self._check(self.tokenize(token_ids), SamplingParams(), answer=0 if not reuse else 1)
+        tokens = self.intake.check(self.tokenize(token_ids), SamplingParams(), answer=0 if not reuse else 1)
         request_id = self._queue(tokens, SamplingParams(), salt, adapter, reuse=reuse, scoring=True)
         try:
             self._run({request_id})
@@ -713,7 +548,7 @@ class Engine:
 
     def _settle(self, ids: set[int]) -> None:
         """Lands what is pending, and drops outputs of `ids` that nobody else waits for."""
-        self._land_copies()
+        self.offloader.land()
         self._finished = [o for o in self._finished if o.request_id not in ids]
 
     def _step_for(self, ids: set[int]) -> dict[int, RequestOutput]:
@@ -736,8 +571,8 @@ class Engine:
             c.prefill.batches,
             c.decode.steps,
             c.requests.completed,
-            len(self._pending),
-            len(self._closing),
+            len(self.offloader.pending),
+            len(self.offloader.closing),
             *waiting,
         )
 
@@ -793,15 +628,6 @@ class Engine:
         self.cache.check_integrity()
         for account in self.runner.accounts:
             account.check_integrity()
-
-
-def is_single_prompt(prompts: Any) -> bool:
-    """Text, or a flat sequence of token ids."""
-    if isinstance(prompts, str):
-        return True
-    if isinstance(prompts, np.ndarray):
-        return prompts.ndim == 1
-    return len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
 
 
 def enable_compilation_cache() -> None:

@@ -101,16 +101,7 @@ class DeviceRunner:
             table_rows=config.max_rows,
         )
         self.last_prefill = batch
-        inputs = PrefillInputs(
-            tokens=batch.tokens,  # type: ignore[arg-type]
-            positions=batch.positions,  # type: ignore[arg-type]
-            token_rows=batch.token_rows,  # type: ignore[arg-type]
-            writes_kv=batch.writes_kv,  # type: ignore[arg-type]
-            rows=batch.rows,  # type: ignore[arg-type]
-            q_offsets=batch.lengths.query_offsets,  # type: ignore[arg-type]
-            kv_lens=batch.lengths.kv_seq_lengths,  # type: ignore[arg-type]
-            **self._sampling(rows, config.max_rows),
-        )
+        inputs = prefill_inputs(batch, self._sampling(rows, config.max_rows))
         outputs, self.pools = self.programs.prefill(self.params, self.pools, inputs)
         return outputs
 
@@ -211,16 +202,7 @@ class DeviceRunner:
         for size in self.prefill_buckets:
             yield f"prefill {size} tokens"
             batch = pack_chunks([], num_tokens=size, num_rows=config.max_rows, table_rows=config.max_rows)
-            inputs = PrefillInputs(
-                tokens=batch.tokens,  # type: ignore[arg-type]
-                positions=batch.positions,  # type: ignore[arg-type]
-                token_rows=batch.token_rows,  # type: ignore[arg-type]
-                writes_kv=batch.writes_kv,  # type: ignore[arg-type]
-                rows=batch.rows,  # type: ignore[arg-type]
-                q_offsets=batch.lengths.query_offsets,  # type: ignore[arg-type]
-                kv_lens=batch.lengths.kv_seq_lengths,  # type: ignore[arg-type]
-                **sampling,
-            )
+            inputs = prefill_inputs(batch, sampling)
             outputs, self.pools = self.programs.prefill(self.params, self.pools, inputs)
             self.unembed(outputs.hidden)
         for size in self.decode_buckets:
@@ -247,6 +229,20 @@ class DeviceRunner:
             pending.wait()
             self.load(pending.payloads, pages)
         jax.block_until_ready(self.pools)
+
+
+def prefill_inputs(batch: PrefillBatch, sampling: dict[str, Any]) -> PrefillInputs:
+    """The arrays of a packed batch, as the prefill step takes them."""
+    return PrefillInputs(
+        tokens=batch.tokens,  # type: ignore[arg-type]
+        positions=batch.positions,  # type: ignore[arg-type]
+        token_rows=batch.token_rows,  # type: ignore[arg-type]
+        writes_kv=batch.writes_kv,  # type: ignore[arg-type]
+        rows=batch.rows,  # type: ignore[arg-type]
+        q_offsets=batch.lengths.query_offsets,  # type: ignore[arg-type]
+        kv_lens=batch.lengths.kv_seq_lengths,  # type: ignore[arg-type]
+        **sampling,
+    )
 
 
 def check_refused(refused: Any) -> None:

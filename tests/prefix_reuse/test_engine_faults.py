@@ -194,7 +194,7 @@ def test_an_interrupt_while_copies_land_loses_no_page(monkeypatch: pytest.Monkey
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(e._pending[0][1]), "wait", interrupted)
+        patch.setattr(type(e.offloader.pending[0][1]), "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             e.step()
     run_all(e)
@@ -244,7 +244,7 @@ def test_a_row_that_comes_back_is_no_cache_hit_anywhere():
     for _ in range(2):
         e.step()
     row = e._requests[request].samples[0]
-    e._land_copies()
+    e.offloader.land()
     e.scheduler.evict(row)
     want = engine(on=False).generate(prompt(12, seed=1), LONG)[0].token_ids
     out = run_all(e)[request]

@@ -1,0 +1,139 @@
+"""`Offloader`: copies finished pages to the host, and publishes them once their bytes have landed.
+
+forward -> flush_full_pages -> (copy under way) -> land -> publish -> share_device_pages
+           owner thread,                           bytes are there: index entries, shared device pages
+           before the next donated step
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from prefix_reuse.config import EngineConfig
+from prefix_reuse.errors import TransferError
+from prefix_reuse.host_store import HostPageStore
+from prefix_reuse.plan import pages_for
+from prefix_reuse.runner import DeviceRunner
+from prefix_reuse.scheduler import Scheduler
+from prefix_reuse.sequence import Sequence as Row
+from prefix_reuse.sequence import SequenceState
+from prefix_reuse.stats import EngineCounters
+from prefix_reuse.transfer import PendingCopy
+
+
+class Offloader:
+    """Device-to-host copies of one engine, and what follows from them."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        cache: HostPageStore,
+        runner: DeviceRunner,
+        scheduler: Scheduler,
+        counters: EngineCounters,
+    ):
+        self.config, self.cache, self.runner = config, cache, runner
+        self.scheduler, self.counters = scheduler, counters
+        self.pending: list[tuple[Row, PendingCopy, np.ndarray, int]] = []
+        """Copies under way: the row, the copy, filled slots of each page, and the row's epoch then."""
+        self.closing: list[Row] = []
+        """Completed rows whose copies have not landed yet."""
+
+    def land(self) -> None:
+        """Waits for copies to the host, publishes the pages that are complete, releases completed rows."""
+        landed: dict[int, Row] = {}
+        while self.pending:
+            row, copy, slots, epoch = self.pending[0]
+            try:
+                copy.wait()
+            except TransferError as error:  # the pages are not published; the row itself goes on
+                self._copy_failed(copy.host_pages, error)
+            else:
+                self.cache.finish_copy(copy.host_pages, copy.payloads, slots)
+            del self.pending[0]  # only now: an interrupt while waiting loses nothing
+            if epoch == row.epoch:
+                row.pending_copies -= 1
+                landed[row.id] = row
+        for row in landed.values():
+            self.publish(row)
+        while self.closing:
+            self.scheduler.release(self.closing.pop())
+
+    def _copy_failed(self, host_pages: np.ndarray, error: Exception) -> None:
+        self.counters.faults.failed_offloads += len(host_pages)
+        self.counters.faults.last_error = f"{type(error).__name__}: {error}"
+        self.cache.fail_copy(host_pages)
+
+    def publish(self, row: Row) -> None:
+        if not (self.scheduler.reuse and row.reuse):
+            return
+        if not self.cache.has_row(row.id):
+            return
+        limit = min(row.committed_kv_tokens, self.scheduler.publishable_tokens(row))
+        self.cache.publish(row.id, row.tokens[:limit], row.namespace)
+        self.share_device_pages(row)
+
+    def share_device_pages(self, row: Row) -> None:
+        """Points the row's published device pages at the shared ones (M3), and closes them for writing in any case."""
+        if row.row is None or not (self.scheduler.reuse and row.reuse):
+            return
+        size = self.config.page_size
+        host_pages = np.asarray(self.cache.pages(row.id))[: row.committed_kv_tokens // size]
+        host_pages = host_pages[: self.scheduler.num_indexed(host_pages)]
+        for account in self.runner.accounts:
+            if self.scheduler.share_device:
+                self.counters.decode.pages_deduplicated += account.share(row.row, host_pages)
+            else:
+                account.seal(row.row, len(host_pages))
+
+    def flush_full_pages(self, row: Row) -> None:
+        """Starts copying to the host what became full since the last flush; cached pages are not copied again (A20)."""
+        full = row.committed_kv_tokens // self.config.page_size
+        if row.uses_host and full > row.offloaded_pages:
+            self.start(row, row.offloaded_pages, full)
+            row.offloaded_pages = full
+
+    def start(self, row: Row, first: int, end: int) -> None:
+        host_pages = np.asarray(self.cache.pages(row.id))[first:end]
+        device_pages = [account.pages(row.row_index)[first:end] for account in self.runner.accounts]
+        size = self.config.page_size
+        slots = np.minimum(row.committed_kv_tokens - size * np.arange(first, end), size)  # a held row's tail is partial
+        self.cache.begin_copy(host_pages)
+        try:
+            copy = self.runner.offload(device_pages, host_pages)
+        except Exception as error:  # as when the copy fails later: nothing is published, the row goes on
+            self._copy_failed(host_pages, error)
+            return
+        self.counters.prefill.pages_offloaded += len(host_pages)
+        row.pending_copies += 1
+        self.pending.append((row, copy, slots, row.epoch))
+
+    def detach(self, row: Row) -> None:
+        """The row no longer waits for its copies; the host pages stay taken until the bytes have landed (A13)."""
+        row.pending_copies = 0
+        row.epoch += 1
+
+    def hold(self, row: Row) -> None:
+        """Copies what of the row is on the device only, the partial tail page included, and gives its device pages back.
+
+        Raises `TransferError`, and leaves the row where it is, when a page cannot be copied.
+        """
+        size = self.config.page_size
+        self.flush_full_pages(row)
+        self.land()
+        used = pages_for(row.committed_kv_tokens, size)
+        full = row.committed_kv_tokens // size
+        pages = np.asarray(self.cache.pages(row.id))
+        missing = np.flatnonzero(~np.asarray(self.cache.has_payload(pages[:full]), bool))
+        first = int(missing[0]) if len(missing) else full  # a copy that failed earlier is made again
+        if len(missing) and self.cache.accounts.refs[pages[first]] > 1:
+            self.detach(row)  # a page that others read cannot be written again: compute everything anew
+            self.scheduler.evict(row)
+            return
+        if used > first:
+            self.start(row, first, used)
+            self.land()
+        if not np.asarray(self.cache.has_payload(pages[:used]), bool).all():
+            raise TransferError(f"request {row.request_id} stays on the device: {self.counters.faults.last_error}")
+        row.move_to(SequenceState.ON_HOLD)
+        self.scheduler.release_device(row)
