@@ -65,6 +65,7 @@ class Offloader:
         self.cache.fail_copy(host_pages)
 
     def publish(self, row: Row) -> None:
+        """Makes the row's complete, committed pages index entries, and shares their device pages. Idempotent (B22)."""
         if not (self.scheduler.reuse and row.reuse):
             return
         if not self.cache.has_row(row.id):
@@ -94,6 +95,7 @@ class Offloader:
             row.offloaded_pages = full
 
     def start(self, row: Row, first: int, end: int) -> None:
+        """Starts copying the row's pages first..end-1; the gather is dispatched before the next step changes the pool."""
         host_pages = np.asarray(self.cache.pages(row.id))[first:end]
         device_pages = [account.pages(row.row_index)[first:end] for account in self.runner.accounts]
         size = self.config.page_size
