@@ -78,11 +78,6 @@ class DevicePool:
     def resident_page(self, host_page: int) -> int | None:
         return self.resident.get(int(host_page))
 
-    def num_resident_unused(self, host_pages: Iterable[int]) -> int:
-        """How many of `host_pages` sit on reclaimable pages (attaching them uses up available pages)."""
-        pages = (self.resident.get(int(h)) for h in host_pages)
-        return sum(1 for p in pages if p is not None and self.refs[p] == 0)
-
     def pages(self, row: int) -> np.ndarray:
         """int32 view of the physical pages of `row`, in token order."""
         return self.page_table[row, : self.columns[row]]
@@ -163,13 +158,6 @@ class DevicePool:
                 self._freed.add(page)
                 pages.append(page)
         return pages
-
-    def give_back(self, pages: Iterable[int]) -> None:
-        """Returns allocated pages that were never bound."""
-        for page in pages:
-            if self.refs[page] or page in self._free:
-                raise RefcountError(f"device page {page} is not an unbound allocation")
-            self._free.append(page)
 
     def attach(self, host_pages: Sequence[int] | np.ndarray, pages: Sequence[int]) -> None:
         """Records that freshly loaded device `pages` mirror `host_pages` (they are resident from now on)."""

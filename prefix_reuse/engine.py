@@ -354,7 +354,7 @@ class Engine:
                 row.move_to(SequenceState.IN_DECODE)
         try:
             self._sync_tables()
-            tokens, _ = self.runner.decode(rows, self.config.decode_steps)
+            tokens = self.runner.decode(rows, self.config.decode_steps)
         except Exception:
             self._recover_device()
             raise
@@ -522,7 +522,7 @@ class Engine:
         With `reuse=True` cached pages are used and new ones published: returns (f32 logits of the computed positions,
         position of the first of them).
         """
-        tokens = self.intake.check(self.tokenize(token_ids), SamplingParams(), answer=0 if not reuse else 1)
+        tokens = self.intake.check(self.tokenize(token_ids), SamplingParams(), answer=int(reuse))
         request_id = self._queue(tokens, SamplingParams(), salt, adapter, reuse=reuse, scoring=True)
         try:
             self._run({request_id})

@@ -105,10 +105,10 @@ class DeviceRunner:
         outputs, self.pools = self.programs.prefill(self.params, self.pools, inputs)
         return outputs
 
-    def decode(self, rows: Sequence[Row], num_steps: int) -> tuple[np.ndarray, np.ndarray]:
+    def decode(self, rows: Sequence[Row], num_steps: int) -> np.ndarray:
         """Decodes up to `num_steps` tokens for each row.
 
-        Returns (tokens int32 [steps, B], -1 where the row had ended; writes refused, int32 scalar).
+        Returns int32 [steps, B], -1 where the row had ended. Raises `IntegrityError` when a write was refused.
         """
         config = self.config
         size = bucket(len(rows), 1, config.max_rows)
@@ -133,7 +133,7 @@ class DeviceRunner:
         outputs, self.pools = self.programs.decode(self.params, self.pools, inputs)
         tokens, steps, refused = jax.device_get((outputs.tokens, outputs.steps, outputs.refused))
         check_refused(refused)
-        return tokens[: int(steps), : len(rows)], refused
+        return tokens[: int(steps), : len(rows)]
 
     def _sampling(self, rows: Sequence[Row], size: int) -> dict[str, Any]:
         state: SamplingState = sampling_state([r.params for r in rows], [r.stream for r in rows], size)

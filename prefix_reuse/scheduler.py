@@ -57,9 +57,10 @@ class Scheduler:
                 self._choose(admissions)
                 if not admissions:
                     return
-                payloads, bad_pages = self._read_loads(self._plan(admissions)[0])
+                plans = self._plan(admissions)
+                payloads, bad_pages = self._read_loads(plans[0])
                 if not bad_pages:
-                    self._carry_out(admissions, payloads)
+                    self._carry_out(admissions, plans, payloads)
                     return
             except BaseException:
                 self._give_back(admissions)
@@ -179,9 +180,8 @@ class Scheduler:
         for page in bad_pages:
             self.cache.drop_entry(page)
 
-    def _carry_out(self, admissions: list[Admission], payloads: dict[int, Payload]) -> None:
+    def _carry_out(self, admissions: list[Admission], plans: list[DevicePlan], payloads: dict[int, Payload]) -> None:
         sequences = [a.sequence for a in admissions]
-        plans = self._plan(admissions)
         rows = self.runner.accounts[0].free_rows[: len(sequences)]
         loads = plans[0].loads
         try:

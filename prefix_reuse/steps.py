@@ -76,10 +76,6 @@ class CompilationCounter:
         counted.__name__ = name
         return counted
 
-    @property
-    def total(self) -> int:
-        return sum(self.counts.values())
-
 
 class PagedKV(struct.PyTreeNode):
     """The `kv` that goes through a model's forward: pools, and where this batch's tokens go and look."""
