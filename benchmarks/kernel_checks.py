@@ -68,7 +68,7 @@ def inputs(rng, H, K, D, S, dtype, q_lens):
 
 
 def run(implementations, ops, report) -> bool:
-    """All cases of `ops` ("decode", "prefill"); returns whether all passed. Cases without a kernel count as passed."""
+    """All cases of `ops` ("decode", "shared", "prefill"): whether all passed. Cases without a kernel count as passed."""
     rng = np.random.default_rng(0)
     good = True
     for H, K, D, S, options in CASES:
@@ -80,15 +80,25 @@ def run(implementations, ops, report) -> bool:
             lens = jnp.asarray(KV_LENS, jnp.int32)
             for op in ops:
                 B = len(KV_LENS)
-                offsets = np.arange(B + 1) if op == "decode" else np.cumsum([0, *Q_LENS])
-                queries = numbers[0][:B] if op == "decode" else numbers[0]
-                true = oracle(queries, numbers[1], table, offsets, KV_LENS, 1, **{**options, "sinks": sinks})
+                offsets = np.cumsum([0, *Q_LENS]) if op == "prefill" else np.arange(B + 1)
+                queries = numbers[0] if op == "prefill" else numbers[0][:B]
+                pages = table.copy()
+                if op == "shared":  # rows 3, 4 and 5 begin alike
+                    pages[4, : 1024 // S] = pages[5, : 1024 // S] = pages[3, : 1024 // S]
+                    pages[5, 700 // S + 1 :] = -1
+                true = oracle(queries, numbers[1], pages, offsets, KV_LENS, 1, **{**options, "sinks": sinks})
                 errors = {}
                 for name in ("reference", *implementations):
                     try:
                         if op == "decode":
                             out = pk.paged_decode_attention(
                                 q[:B], kv, jnp.asarray(table), lens, layer=1, implementation=name, **opts
+                            )
+                        elif op == "shared":
+                            plan = pk.plan_shared_prefix(pages, np.asarray(KV_LENS), S)
+                            assert plan is not None
+                            out = pk.shared_prefix_attention(
+                                q[:B], kv, jnp.asarray(pages), lens, plan, layer=1, implementation=name, **opts
                             )
                         else:
                             out = pk.ragged_paged_attention(

@@ -3,7 +3,7 @@
 Times are per call, from the difference between a jitted chain of `LONG` and one of `SHORT` calls (each call's queries
 come from the one before), so that dispatch cancels. Inputs of one chain are over 200 MB: layers are rotated.
 
-Usage: python benchmarks/kernels.py OUT.json [--check] [--tune] [--peer] [--only decode,shared,prefill,append,copy]
+Usage: python benchmarks/kernels.py OUT.json [--check] [--tune] [--peer] [--only OPS]
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import concurrent.futures
 import functools
 import importlib
+import itertools
 import json
 import statistics
 import subprocess
@@ -27,8 +28,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels as pk
+from benchmarks.profiling import kernel_times
 
-INNER, SHORT, LONG, REPEATS = 8, 1, 3, 7
+INNER, SHORT, LONG, REPEATS, LEAST_MS = 8, 1, 3, 7, 20
 PLAIN: dict[str, Any] = {"window": None, "sinks": None, "soft_cap": None, "return_lse": False}
 # B, H, K, D, context, page, shared tokens (peer only)
 DECODE = [
@@ -69,11 +71,15 @@ DECODE_CONFIGS: dict[str, list[dict[str, int]]] = {
         {"block": 128, "split": 2048, "stages": 4},
     ],
 }
-# split, rows of a tile, keys of a block, warps, stages
+# split, rows of a tile, keys of a tile's block, keys of an own block, warps, stages
 SHARED_CONFIGS = [
-    (1024, 32, 64, 4, 3), (1024, 16, 64, 4, 3), (512, 32, 64, 4, 3), (512, 16, 64, 4, 3), (1024, 32, 64, 8, 3),
-    (1024, 16, 128, 4, 2), (512, 32, 128, 8, 2), (512, 8, 64, 4, 3), (1024, 8, 64, 4, 3),
+    (1024, 16, 64, 64, 4, 2), (1024, 16, 64, 64, 4, 3), (1024, 32, 64, 64, 4, 2), (1024, 32, 64, 64, 8, 2),
+    (1024, 8, 64, 64, 4, 2), (1024, 8, 64, 64, 4, 3), (1024, 16, 32, 64, 4, 2), (1024, 16, 64, 32, 4, 2),
+    (512, 16, 64, 64, 4, 2), (512, 16, 64, 64, 4, 3), (512, 32, 64, 64, 4, 2), (512, 8, 64, 64, 4, 2),
+    (512, 8, 64, 64, 4, 3), (2048, 16, 64, 64, 4, 2), (1024, 16, 128, 64, 4, 2), (512, 32, 64, 64, 4, 3),
 ]  # fmt: skip
+# rows x shared tokens of the crossover map; 1024 tokens of each row's own
+CROSSOVER_ROWS, CROSSOVER_SHARED, OWN = (2, 4, 8, 16, 32, 64), (1024, 2048, 4096, 8192, 16384), 1024
 PREFILL_CONFIGS = [
     {"block_q": block_q, "block_k": block_k, "num_warps": warps, "num_stages": stages}
     for block_q, block_k, warps, stages in [
@@ -128,18 +134,29 @@ def compile_chain(call, args):
 
 
 def time_chain(chain, args) -> dict[str, float]:
-    """Milliseconds per call: median and spread of the differences between LONG and SHORT rounds."""
-    times = []
-    jax.block_until_ready(chain(jnp.int32(SHORT), *args))
-    for _ in range(REPEATS):
-        pair = []
-        for rounds in (SHORT, LONG):
-            start = time.perf_counter()
-            jax.block_until_ready(chain(jnp.int32(rounds), *args))
-            pair.append(time.perf_counter() - start)
-        times.append((pair[1] - pair[0]) / ((LONG - SHORT) * INNER) * 1e3)
+    """Milliseconds per call: median and spread of the differences between a long and a SHORT chain.
+
+    The long one is LONG rounds, or as many as take about LEAST_MS: launches jitter by tens of microseconds.
+    """
+
+    def seconds(rounds: int) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(chain(jnp.int32(rounds), *args))
+        return time.perf_counter() - start
+
+    seconds(SHORT)
+    guess = max(1e-6, (seconds(LONG) - seconds(SHORT)) / (LONG - SHORT))
+    long = max(LONG, min(400, round(LEAST_MS / 1e3 / guess)))
+    times = [(seconds(long) - seconds(SHORT)) / ((long - SHORT) * INNER) * 1e3 for _ in range(REPEATS)]
     times.sort()
     return {"ms": statistics.median(times), "ms_min": times[0], "ms_max": times[-1]}
+
+
+def time_kernels(chain, args) -> float:
+    """Milliseconds per call that the op's own kernels take, by the profiler: without the loop around them."""
+    rounds = 2
+    times = kernel_times(lambda: jax.block_until_ready(chain(jnp.int32(rounds), *args)))
+    return sum(ms for name, (ms, _) in times.items() if "attention" in name) / (rounds * INNER)
 
 
 def sweep(name, shape, calls, args, report):
@@ -150,6 +167,7 @@ def sweep(name, shape, calls, args, report):
         try:
             chain = future.result()
             row = time_chain(chain, args)
+            row["kernel_ms"] = time_kernels(chain, args)
             row["temp_bytes"] = temp_bytes(chain)
         except Exception as error:
             row = {"error": repr(error)[:300]}
@@ -174,6 +192,21 @@ def run_decode(shape, configs, implementations, report):
     sweep("decode", shape, calls, (q, pool, table, lens), report)
 
 
+def shared_call(plan, config, D, split):
+    kernel = kernel_of("shared_prefix_attention", "triton")
+
+    def call(q, layer, pool, table, lens):
+        options = {**PLAIN, "scale": D**-0.5, "layer": layer}
+        return kernel(q, pool, table, lens, plan, split=split, config=config, **options)[0]
+
+    return call
+
+
+def plain_call(D):
+    plain = kernel_of("paged_decode_attention", "triton")
+    return lambda q, layer, pool, table, lens: plain(q, pool, table, lens, scale=D**-0.5, layer=layer, **PLAIN)[0]
+
+
 def run_shared(shape, report):
     """Shared-prefix decode over split sizes, tile sizes and launch parameters, beside plain decode on the same table."""
     B, H, K, D, ctx, S, shared = shape
@@ -181,26 +214,83 @@ def run_shared(shape, report):
     table = table.at[:, : shared // S].set(table[0, : shared // S])
     lens = jnp.full((B,), ctx, jnp.int32)
     q = jax.random.normal(jax.random.key(1), (B, H, D), jnp.bfloat16)
-    kernel = kernel_of("shared_prefix_attention", "triton")
-    plain = kernel_of("paged_decode_attention", "triton")
-    calls = {}
-    for split, rows, block, warps, stages in SHARED_CONFIGS:
+    calls = {"plain triton": plain_call(D)}
+    own = -(-(ctx - shared) // S)
+
+    def own_call(q, layer, pool, table, lens, config=None):
+        kernel = kernel_of("paged_decode_attention", "triton")
+        options = {**PLAIN, "scale": D**-0.5, "layer": layer}
+        return kernel(q, pool, table[:, -own:], jnp.minimum(lens, own * S), config=config, **options)[0]
+
+    calls["own tokens alone"] = own_call
+    for split, rows, tile_block, own_block, warps, stages in SHARED_CONFIGS:
         if rows > 2 * B:
             continue
         plan = pk.plan_shared_prefix(np.asarray(table), np.asarray(lens), S, split=split, rows_per_tile=rows)
-        config = {"tile_block": block, "tile_warps": warps, "tile_stages": stages}
-
-        def call(q, layer, pool, table, lens, plan=plan, split=split, config=config):
-            options = {**PLAIN, "scale": D**-0.5, "layer": layer}
-            return kernel(q, pool, table, lens, plan, split=split, config=config, **options)[0]
-
-        calls[f"shared split {split} rows {rows} {json.dumps(config)}"] = call
-
-    def plain_call(q, layer, pool, table, lens):
-        return plain(q, pool, table, lens, scale=D**-0.5, layer=layer, **PLAIN)[0]
-
-    calls["plain triton"] = plain_call
+        config = {"tile_block": tile_block, "own_block": own_block, "num_warps": warps, "num_stages": stages}
+        label = f"shared split {split} rows {rows} {json.dumps(config)}"
+        calls[label] = shared_call(plan, config, D, split)
     sweep("shared", shape, calls, (q, pool, table, lens), report)
+
+
+def run_crossover(H, K, D, report, S=64):
+    """Default launch of both kernels over rows x shared length: where sharing begins to pay."""
+    longest = CROSSOVER_SHARED[-1] + OWN
+    pool, full = make_pool(jax.random.key(0), CROSSOVER_ROWS[-1], K, D, longest, S)
+    cases = []
+    for rows, shared in itertools.product(CROSSOVER_ROWS, CROSSOVER_SHARED):
+        table = full[:rows, : (shared + OWN) // S].at[:, : shared // S].set(full[0, : shared // S])
+        lens = jnp.full((rows,), shared + OWN, jnp.int32)
+        q = jax.random.normal(jax.random.key(1), (rows, H, D), jnp.bfloat16)
+        plan = pk.plan_shared_prefix(np.asarray(table), np.asarray(lens), S)
+        for label, call in (("plain", plain_call(D)), ("shared", shared_call(plan, None, D, pk.SPLIT))):
+            cases.append(([rows, H, K, D, shared + OWN, S, shared], label, call, (q, pool, table, lens)))
+    with concurrent.futures.ThreadPoolExecutor(14) as threads:
+        chains = list(threads.map(lambda case: compile_chain(case[2], case[3]), cases))
+    for (shape, label, _, args), chain in zip(cases, chains, strict=True):
+        report("crossover", shape, label, time_chain(chain, args) | {"kernel_ms": time_kernels(chain, args)})
+
+
+def run_window(report):
+    """GPT-OSS shapes: window and sinks at a long context, beside the plain kernel over the tokens that are read."""
+    H, K, D, S, window, ctx = 64, 8, 64, 64, 128, 8192
+    sinks = jax.random.normal(jax.random.key(2), (H,), jnp.float32)
+    kernel = kernel_of("paged_decode_attention", "triton")
+
+    def decode(q, layer, pool, table, lens, sinks, length=ctx, window=None, with_sinks=False):
+        keywords = {**PLAIN, "window": window, "sinks": sinks if with_sinks else None, "scale": D**-0.5, "layer": layer}
+        return kernel(q, pool, table[:, : -(-length // S)], jnp.minimum(lens, length), **keywords)[0]
+
+    for B in (1, 64):
+        pool, table = make_pool(jax.random.key(0), B, K, D, ctx, S)
+        q = jax.random.normal(jax.random.key(1), (B, H, D), jnp.bfloat16)
+        calls = {
+            "plain over the window": functools.partial(decode, length=window),
+            "window and sinks": functools.partial(decode, window=window, with_sinks=True),
+            "plain over everything": decode,
+            "sinks over everything": functools.partial(decode, with_sinks=True),
+        }
+        lens = jnp.full((B,), ctx, jnp.int32)
+        sweep("window decode", [B, H, K, D, ctx, S, window], calls, (q, pool, table, lens, sinks), report)
+
+    def prefill(q, layer, pool, table, offsets, lens, sinks, name="mosaic_gpu", window=None, with_sinks=False):
+        keywords = {**PLAIN, "window": window, "sinks": sinks if with_sinks else None, "scale": D**-0.5, "layer": layer}
+        return kernel_of("ragged_paged_attention", name)(q, pool, table, offsets, lens, **keywords)[0]
+
+    # 64 rows of one window of cached and one of new tokens are what 8 rows of 1024 new tokens see through it.
+    for B, cached, new in ((8, ctx, 1024), (64, window, window)):
+        pool, table = make_pool(jax.random.key(0), B, K, D, cached + new, S)
+        q = jax.random.normal(jax.random.key(1), (B * new, H, D), jnp.bfloat16)
+        offsets, lens = jnp.arange(B + 1, dtype=jnp.int32) * new, jnp.full((B,), cached + new, jnp.int32)
+        calls = {}
+        for name in ("mosaic_gpu", "triton"):
+            run = functools.partial(prefill, name=name)
+            calls[f"{name}: plain over everything"] = run
+            if cached == ctx:
+                calls[f"{name}: sinks over everything"] = functools.partial(run, with_sinks=True)
+                calls[f"{name}: window and sinks"] = functools.partial(run, window=window, with_sinks=True)
+        shape = [B, H, K, D, cached, new, S, window]
+        sweep("window prefill", shape, calls, (q, pool, table, offsets, lens, sinks), report)
 
 
 def run_prefill(shape, configs, implementations, report):
@@ -283,7 +373,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="compare with float64 first")
     parser.add_argument("--tune", action="store_true", help="sweep launch parameters")
     parser.add_argument("--peer", action="store_true", help="time FlashInfer too")
-    parser.add_argument("--only", default="decode,shared,prefill,append,copy")
+    parser.add_argument("--only", default="decode,shared,crossover,window,prefill,append,copy")
     parser.add_argument("--implementations", default="triton")
     parser.add_argument("--plain-peer", action="store_true", help="leave out the peer's shared-prefix kernels")
     parser.add_argument("--rows", type=int, default=None, help="only the first rows of each op")
@@ -306,7 +396,7 @@ def main() -> None:
     if options.check:
         import kernel_checks
 
-        kernel_checks.run(names, [op for op in ("decode", "prefill") if op in only], report)
+        kernel_checks.run(names, [op for op in ("decode", "shared", "prefill") if op in only], report)
     if compiling is not None:
         compiling.wait(timeout=240)
     decode_configs = DECODE_CONFIGS if options.tune else {}
@@ -318,6 +408,11 @@ def main() -> None:
     for shape in decode if "shared" in only else []:
         if shape[6]:
             run_shared(shape, report)
+    if "crossover" in only:
+        run_crossover(32, 8, 128, report)
+        run_crossover(64, 8, 64, report)
+    if "window" in only:
+        run_window(report)
     if "append" in only:
         run_append(report)
     if "copy" in only:

@@ -17,5 +17,9 @@ from pallas_kernels.merge import merge_states as merge_states
 from pallas_kernels.paged_decode_attention.api import paged_decode_attention as paged_decode_attention
 from pallas_kernels.ragged_paged_attention.api import ragged_paged_attention as ragged_paged_attention
 from pallas_kernels.shared_prefix_attention.api import shared_prefix_attention as shared_prefix_attention
+from pallas_kernels.shared_prefix_attention.plan import SPLIT as SPLIT
 from pallas_kernels.shared_prefix_attention.plan import SharedPrefixPlan as SharedPrefixPlan
+from pallas_kernels.shared_prefix_attention.plan import crossover_tokens as crossover_tokens
+from pallas_kernels.shared_prefix_attention.plan import empty_plan as empty_plan
 from pallas_kernels.shared_prefix_attention.plan import plan_shared_prefix as plan_shared_prefix
+from pallas_kernels.shared_prefix_attention.plan import saved_tokens as saved_tokens

@@ -43,6 +43,9 @@ class EngineConfig:
     """M2, prefill: only the tokens after a hit are computed and offloaded. Needs M1."""
     decode_page_sharing: bool = True
     """M3, decode: rows share one device page per host page. Needs M1."""
+    shared_prefix_decode: bool | None = None
+    """Decode reads a page that several rows share once for all of them (X2; acts with M3). None: on a GPU, where so much is
+    shared that it was measured to pay; True: wherever a whole split is shared; False: never."""
     publish_generated: bool = False
     """Also index full pages that hold generated tokens (useful for multi-turn chat). Off: prompt pages only."""
     share_in_wave: bool = True

@@ -11,6 +11,7 @@ A page that mirrors a host page is *resident* under that host page id. Only `sha
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ import numpy as np
 from prefix_reuse.device_pages import UNUSED
 from prefix_reuse.errors import DevicePagesExhausted, IntegrityError, PrefixReuseError, RefcountError
 from prefix_reuse.plan import DevicePlan
+
+_VERSIONS = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -61,12 +64,17 @@ class DevicePool:
         self.columns = np.zeros(max_rows, np.int32)
         self.shared_pages = np.zeros(max_rows, np.int32)
         self.resident: dict[int, int] = {}
-        self.dirty = True
-        """The device copy of the tables is stale: `DevicePages.rebuild` is due."""
+        self._touch()
         self._freed: set[int] = set()
         self._free = list(range(num_pages - 1, -1, -1))
         self._reclaimable: OrderedDict[int, None] = OrderedDict()
         self._rows = set(range(max_rows))
+
+    def _touch(self) -> None:
+        self.dirty = True
+        """The device copy of the tables is stale: `DevicePages.rebuild` is due."""
+        self.version = next(_VERSIONS)
+        """Another number after each change of the tables."""
 
     # ---- what is there
 
@@ -104,7 +112,7 @@ class DevicePool:
         self.refs[pages] += 1
         self.page_table[row, : len(pages)] = pages
         self.columns[row], self.shared_pages[row] = len(pages), shared
-        self.dirty = True
+        self._touch()
 
     def release(self, row: int | None) -> None:
         """Drops the references of `row` and gives the row back. Releasing a free row (or None) changes nothing."""
@@ -116,7 +124,7 @@ class DevicePool:
         self.page_table[row] = UNUSED
         self.columns[row] = self.shared_pages[row] = 0
         self._rows.add(row)
-        self.dirty = True
+        self._touch()
 
     def _unref(self, page: int) -> None:
         if self.refs[page] < 1:
@@ -192,7 +200,7 @@ class DevicePool:
         """Marks the first `num_pages` columns of `row` as finished: they are published, nobody writes them any more."""
         if num_pages > self.shared_pages[row]:
             self.shared_pages[row] = num_pages
-            self.dirty = True
+            self._touch()
 
     def share(self, row: int, host_pages: Sequence[int] | np.ndarray, first: int = 0) -> int:
         """Makes columns `first..` of `row` the shared form of `host_pages` (indexed, same content). Returns pages freed.
@@ -215,7 +223,8 @@ class DevicePool:
                 self._unref(own)
                 freed += 1
         self.seal(row, first + len(host_pages))
-        self.dirty |= freed > 0
+        if freed:
+            self._touch()
         return freed
 
     def forget(self, host_pages: Iterable[int]) -> None:

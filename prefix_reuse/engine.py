@@ -354,11 +354,14 @@ class Engine:
                 row.move_to(SequenceState.IN_DECODE)
         try:
             self._sync_tables()
-            tokens = self.runner.decode(rows, self.config.decode_steps)
+            tokens, saved = self.runner.decode(rows, self.config.decode_steps)
         except Exception:
             self._recover_device()
             raise
         self.counters.decode.steps += len(tokens)
+        if saved:
+            self.counters.decode.shared_prefix_steps += len(tokens)
+            self.counters.decode.shared_prefix_tokens_saved += len(tokens) * saved
         for i, row in enumerate(rows):
             new = tokens[:, i]
             new = new[new >= 0].tolist()

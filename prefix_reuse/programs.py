@@ -6,6 +6,7 @@ the second engine then compiles nothing that the first has compiled.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -32,10 +33,12 @@ class Programs:
         self.counter = CompilationCounter()
         count = self.counter.traced
         attend = make_attend(model.kv_groups, config.attention)
-        self.prefill = jax.jit(count("prefill_step", partial(prefill_step, model, attend)), donate_argnums=1)
-        self.decode = jax.jit(
-            count("decode_steps", partial(decode_steps, model, attend, config.decode_steps)), donate_argnums=1
+        prefill, decode = (
+            partial(prefill_step, model, attend),
+            partial(decode_steps, model, attend, config.decode_steps),
         )
+        self.prefill = jit_step(count("prefill_step", prefill), device)
+        self.decode = jit_step(count("decode_steps", decode), device)
         self.rebuild = jax.jit(count("rebuild_tables", device_pages.rebuild), donate_argnums=0)
         self.unembed = jax.jit(count("unembed", model.unembed))
         self.poison = jax.jit(count("poison_pages", _poison), donate_argnums=0)
@@ -50,6 +53,16 @@ class Programs:
     def _identity(model: PagedModel, config: EngineConfig, device: Any) -> tuple[Any, ...]:
         shape = (type(model), getattr(model, "config", None), model.kv_groups, model.vocab_size)
         return (*shape, config.attention, config.decode_steps, device)
+
+
+def jit_step(step: Callable[..., Any], device: Any) -> Any:
+    """`step(params, pools, inputs)` jitted, its pools donated.
+
+    On a GPU XLA must not compute anything twice to save memory: it takes the pools, which it was given and returns, for
+    memory that the step needs, and beside a pool that fills the card it recomputed every projection three times.
+    """
+    options = {"xla_gpu_memory_limit_slop_factor": 10_000} if device.platform == "gpu" else None
+    return jax.jit(step, donate_argnums=1, compiler_options=options)
 
 
 def _poison(kv_pages: jax.Array, page: jax.Array) -> jax.Array:

@@ -20,6 +20,7 @@ from prefix_reuse.plan import Chunk, PrefillBatch, bucket, pack_chunks, pages_fo
 from prefix_reuse.programs import Programs
 from prefix_reuse.sampling import SamplingState, sampling_state, token_counts
 from prefix_reuse.sequence import Sequence as Row
+from prefix_reuse.shared_decode import SharedPrefixPlanner
 from prefix_reuse.steps import DecodeInputs, PagedModel, PrefillInputs, PrefillOutputs
 from prefix_reuse.transfer import Payload, PendingCopy
 
@@ -39,6 +40,7 @@ class DeviceRunner:
             for _ in model.kv_groups
         )
         self.pools = self._create_pools()
+        self.shared = SharedPrefixPlanner(model.kv_groups, config, self.max_columns, device)
         self.last_prefill: PrefillBatch | None = None
         """Immutable snapshot of the last prefill batch (B13)."""
         self._no_counts: dict[int, jax.Array] = {}
@@ -105,10 +107,11 @@ class DeviceRunner:
         outputs, self.pools = self.programs.prefill(self.params, self.pools, inputs)
         return outputs
 
-    def decode(self, rows: Sequence[Row], num_steps: int) -> np.ndarray:
+    def decode(self, rows: Sequence[Row], num_steps: int) -> tuple[np.ndarray, int]:
         """Decodes up to `num_steps` tokens for each row.
 
-        Returns int32 [steps, B], -1 where the row had ended. Raises `IntegrityError` when a write was refused.
+        Returns tokens int32 [steps, B], -1 where the row had ended, and the tokens of K and V that shared reading saved each
+        layer in each step. Raises `IntegrityError` when a write was refused.
         """
         config = self.config
         size = bucket(len(rows), 1, config.max_rows)
@@ -117,6 +120,7 @@ class DeviceRunner:
         def column(values: list[int], fill: int) -> np.ndarray:
             return np.array(values + [fill] * pad, np.int32)
 
+        plans, saved = self.shared.plan(self.accounts, rows, size)
         stop_ids = np.full((size, config.max_stop_ids), -1, np.int32)
         for i, row in enumerate(rows):
             ids = stop_ids_of(self.model, row)
@@ -128,12 +132,13 @@ class DeviceRunner:
             remaining=column([row.remaining for row in rows], 0),  # type: ignore[arg-type]
             stop_ids=stop_ids,  # type: ignore[arg-type]
             num_steps=np.int32(num_steps),  # type: ignore[arg-type]
+            shared=plans,
             **self._sampling(rows, size),
         )
         outputs, self.pools = self.programs.decode(self.params, self.pools, inputs)
         tokens, steps, refused = jax.device_get((outputs.tokens, outputs.steps, outputs.refused))
         check_refused(refused)
-        return tokens[: int(steps), : len(rows)]
+        return tokens[: int(steps), : len(rows)], saved
 
     def _sampling(self, rows: Sequence[Row], size: int) -> dict[str, Any]:
         state: SamplingState = sampling_state([r.params for r in rows], [r.stream for r in rows], size)
@@ -207,17 +212,7 @@ class DeviceRunner:
             self.unembed(outputs.hidden)
         for size in self.decode_buckets:
             yield f"decode {size} rows"
-            nothing = np.zeros(size, np.int32)
-            inputs = DecodeInputs(
-                rows=nothing + config.max_rows,  # type: ignore[arg-type]
-                tokens=nothing,  # type: ignore[arg-type]
-                context_lens=nothing,  # type: ignore[arg-type]
-                remaining=nothing,  # type: ignore[arg-type]
-                stop_ids=np.full((size, config.max_stop_ids), -1, np.int32),  # type: ignore[arg-type]
-                num_steps=np.int32(config.decode_steps),  # type: ignore[arg-type]
-                **self._sampling([], size),
-            )
-            _, self.pools = self.programs.decode(self.params, self.pools, inputs)
+            self._warmup_decode(size)
         if config.poison:
             kv_pages = self.programs.poison(self.pools[0].kv_pages, np.int32(0))  # nothing lives there yet
             self.pools = (self.pools[0].replace(kv_pages=kv_pages), *self.pools[1:])
@@ -229,6 +224,22 @@ class DeviceRunner:
             pending.wait()
             self.load(pending.payloads, pages)
         jax.block_until_ready(self.pools)
+
+    def _warmup_decode(self, size: int) -> None:
+        config = self.config
+        nothing = np.zeros(size, np.int32)
+        for plans in self.shared.warmup_plans(size):
+            inputs = DecodeInputs(
+                rows=nothing + config.max_rows,  # type: ignore[arg-type]
+                tokens=nothing,  # type: ignore[arg-type]
+                context_lens=nothing,  # type: ignore[arg-type]
+                remaining=nothing,  # type: ignore[arg-type]
+                stop_ids=np.full((size, config.max_stop_ids), -1, np.int32),  # type: ignore[arg-type]
+                num_steps=np.int32(config.decode_steps),  # type: ignore[arg-type]
+                shared=plans,
+                **self._sampling([], size),
+            )
+            _, self.pools = self.programs.decode(self.params, self.pools, inputs)
 
 
 def prefill_inputs(batch: PrefillBatch, sampling: dict[str, Any]) -> PrefillInputs:

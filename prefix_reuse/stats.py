@@ -47,6 +47,10 @@ class DecodeCounters:
 
     steps: int = 0
     tokens: int = 0
+    shared_prefix_steps: int = 0
+    """Steps in which rows read shared pages together (X2)."""
+    shared_prefix_tokens_saved: int = 0
+    """Tokens whose K and V each layer did not read again, over all such steps."""
     host_pages_loaded: int = 0
     """Unique host pages copied to the device."""
     loads_skipped_duplicate: int = 0

@@ -20,7 +20,13 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from pallas_kernels import append_kv, paged_decode_attention, ragged_paged_attention
+from pallas_kernels import (
+    SharedPrefixPlan,
+    append_kv,
+    paged_decode_attention,
+    ragged_paged_attention,
+    shared_prefix_attention,
+)
 from pallas_kernels.layout import LayerGroup
 from prefix_reuse.device_pages import UNUSED, DevicePages
 from prefix_reuse.sampling import SamplingState, add_counts, sample
@@ -96,6 +102,8 @@ class PagedKV(struct.PyTreeNode):
     """int32 [B]"""
     refused: jax.Array
     """int32 scalar: writes refused so far, over all layers."""
+    shared: tuple[SharedPrefixPlan | None, ...]
+    """Per group, decode only: rows that read shared pages together; None = every row reads its own."""
 
 
 def make_attend(groups: tuple[LayerGroup, ...], implementation: str | None = None) -> Callable[..., Any]:
@@ -117,7 +125,7 @@ def make_attend(groups: tuple[LayerGroup, ...], implementation: str | None = Non
             kv.kv_pages[g],
             (q, k, v, options.pop("sinks", None)),
             (kv.page_ids[g], kv.slots, kv.writable[g], kv.refcounts[g]),
-            (kv.tables[g], kv.q_offsets, kv.kv_lens),
+            (kv.tables[g], kv.q_offsets, kv.kv_lens, kv.shared[g]),
             options=tuple(sorted({**options, "implementation": implementation}.items())),
         )
         pools = (*kv.kv_pages[:g], pages, *kv.kv_pages[g + 1 :])
@@ -132,16 +140,18 @@ def _write_and_attend(
     kv_pages: jax.Array,
     qkv_sinks: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None],
     target: tuple[jax.Array, ...],
-    rows: tuple[jax.Array, jax.Array | None, jax.Array],
+    rows: tuple[jax.Array, jax.Array | None, jax.Array, SharedPrefixPlan | None],
     *,
     options: tuple[tuple[str, Any], ...],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One layer's append and attention, traced and lowered once for all layers that are alike (the layer is an operand)."""
     q, k, v, sinks = qkv_sinks
     page_ids, slots, writable, refcounts = target
-    table, q_offsets, kv_lens = rows
+    table, q_offsets, kv_lens, shared = rows
     pages, refused = append_kv(kv_pages, k, v, page_ids, slots, writable, refcounts, layer=layer)
     keywords: dict[str, Any] = {"layer": layer, "sinks": sinks, **dict(options)}
+    if shared is not None:
+        return pages, shared_prefix_attention(q, pages, table, kv_lens, shared, **keywords), refused
     if q_offsets is None:
         return pages, paged_decode_attention(q, pages, table, kv_lens, **keywords), refused
     return pages, ragged_paged_attention(q, pages, table, q_offsets, kv_lens, **keywords), refused
@@ -155,6 +165,7 @@ def paged_kv(
     writes: jax.Array,
     q_offsets: jax.Array | None,
     kv_lens: jax.Array,
+    shared: tuple[SharedPrefixPlan | None, ...] | None = None,
 ) -> PagedKV:
     """Looks up where the new tokens of a batch go.
 
@@ -166,6 +177,7 @@ def paged_kv(
       writes: bool [T]: whether the token's K/V is written.
       q_offsets: int32 [B+1], or None for decode.
       kv_lens: int32 [B]: keys of each row, the new ones included.
+      shared: per group, for decode: see `PagedKV.shared`; None = no group has a plan.
     """
     tables, page_ids = [], []
     for pool in pools:
@@ -183,6 +195,7 @@ def paged_kv(
         q_offsets=q_offsets,
         kv_lens=kv_lens,
         refused=jnp.int32(0),
+        shared=(None,) * len(pools) if shared is None else shared,
     )
 
 
@@ -255,6 +268,8 @@ class DecodeInputs(struct.PyTreeNode):
     """int32 [B]: tokens generated so far."""
     num_steps: jax.Array
     """int32 scalar: steps to run, at most `max_steps`."""
+    shared: tuple[SharedPrefixPlan | None, ...] | None = None
+    """Per group: rows of this batch that read shared pages together (`plan_shared_prefix`); None = no group has a plan."""
 
 
 class DecodeOutputs(struct.PyTreeNode):
@@ -280,7 +295,7 @@ def decode_steps(
     def one_step(carry: Any) -> Any:
         step, pools, tokens, context, live, counts, out, refused = carry
         kv_lens = jnp.where(live, context + 1, 0)
-        kv = paged_kv(pools, batch.rows, row_index, context, live, None, kv_lens)
+        kv = paged_kv(pools, batch.rows, row_index, context, live, None, kv_lens, batch.shared)
         hidden, kv = model.forward(params, tokens, context, kv, attend)
         chosen = sample(model.unembed(params, hidden), counts, batch.sampling, batch.index + step)
         context = jnp.where(live, context + 1, context)

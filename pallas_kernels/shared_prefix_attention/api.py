@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from pallas_kernels import checks, dispatch
-from pallas_kernels.shared_prefix_attention.plan import SharedPrefixPlan
+from pallas_kernels.shared_prefix_attention.plan import SPLIT, SharedPrefixPlan
 
 
 def shared_prefix_attention(
@@ -18,7 +18,7 @@ def shared_prefix_attention(
     plan: SharedPrefixPlan,
     *,
     layer: int | jax.Array,
-    split: int = 1024,
+    split: int = SPLIT,
     scale: float | None = None,
     window: int | None = None,
     sinks: jax.Array | None = None,

@@ -18,6 +18,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+SPLIT = 1024
+"""Tokens of a split, unless said otherwise."""
+ROWS_PER_TILE = 16
+
 
 class SharedPrefixPlan(NamedTuple):
     """Tiles of rows that read one split together; arrays, so that a jitted step takes it as an argument.
@@ -38,8 +42,8 @@ def plan_shared_prefix(
     kv_lens: np.ndarray,
     page_size: int,
     *,
-    split: int = 1024,
-    rows_per_tile: int = 32,
+    split: int = SPLIT,
+    rows_per_tile: int = ROWS_PER_TILE,
     min_rows: int = 2,
     num_tiles: int | None = None,
 ) -> SharedPrefixPlan | None:
@@ -54,17 +58,17 @@ def plan_shared_prefix(
         split: tokens of one split, the same as the kernel's.
         rows_per_tile: R.
         min_rows: smallest group that is worth a tile.
-        num_tiles: T, padded to; by default the next power of two, so that few shapes are compiled.
+        num_tiles: T, padded to, so that one compiled shape serves many plans; where more tiles are wanted, those of most
+            rows are taken and the rest is read as plain decode does. None: the next power of two that holds all.
 
     Raises:
-        ValueError: `split` is no multiple of the page size, or more than `num_tiles` tiles are needed.
+        ValueError: `split` is no multiple of the page size.
     """
     if split % page_size:
         raise ValueError(f"split {split} is no multiple of the page size {page_size}")
     table = np.asarray(page_table)
     batch, columns = table.shape
     per_split = split // page_size
-    covered = np.zeros((batch, max(1, -(-columns // per_split))), np.int32)
     tiles: list[tuple[int, list[int]]] = []
     for number in range(columns // per_split):
         inside = np.flatnonzero(np.asarray(kv_lens) >= (number + 1) * split)
@@ -76,17 +80,43 @@ def plan_shared_prefix(
             if ids[0] >= 0:  # columns that a window has passed
                 groups.setdefault(ids.tobytes(), []).append(row)
         for members in groups.values():
-            if len(members) >= min_rows:
-                covered[members, number] = 1
-                tiles += [(number, members[i : i + rows_per_tile]) for i in range(0, len(members), rows_per_tile)]
+            cut = (members[i : i + rows_per_tile] for i in range(0, len(members), rows_per_tile))
+            tiles += [(number, tile) for tile in cut if len(tile) >= min_rows]
+    if num_tiles is not None and len(tiles) > num_tiles:
+        tiles = sorted(tiles, key=lambda tile: -len(tile[1]))[:num_tiles]
     if not tiles:
         return None
     size = 1 << (len(tiles) - 1).bit_length() if num_tiles is None else num_tiles
-    if len(tiles) > size:
-        raise ValueError(f"{len(tiles)} tiles are needed, {size} were given")
+    covered = np.zeros((batch, max(1, -(-columns // per_split))), np.int32)
     rows = np.full((size, rows_per_tile), -1, np.int32)
     splits = np.full((size,), -1, np.int32)
     for index, (number, members) in enumerate(tiles):
         rows[index, : len(members)] = members
         splits[index] = number
+        covered[members, number] = 1
     return SharedPrefixPlan(rows, splits, covered)
+
+
+def empty_plan(batch: int, columns: int, page_size: int, num_tiles: int, *, split: int = SPLIT) -> SharedPrefixPlan:
+    """A plan of this shape without tiles: the kernel reads everything as plain decode does."""
+    splits = max(1, -(-columns // (split // page_size)))
+    return SharedPrefixPlan(
+        np.full((num_tiles, ROWS_PER_TILE), -1, np.int32),
+        np.full((num_tiles,), -1, np.int32),
+        np.zeros((batch, splits), np.int32),
+    )
+
+
+def saved_tokens(plan: SharedPrefixPlan | None) -> int:
+    """Tokens whose K and V a layer reads less often than plain decode would: (rows - 1) x split of every tile."""
+    if plan is None:
+        return 0
+    members = np.sum(np.asarray(plan.rows) >= 0, axis=1)
+    return int(np.maximum(members - 1, 0).sum()) * SPLIT
+
+
+def crossover_tokens() -> int:
+    """`saved_tokens` from which sharing was measured to pay on this device (benchmarks/KERNELS.md)."""
+    from pallas_kernels.pallas_gpu import tuned  # a GPU module
+
+    return tuned("shared_prefix_attention.crossover", "", {"saved_tokens": 16 * SPLIT})["saved_tokens"]

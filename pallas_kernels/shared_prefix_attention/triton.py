@@ -1,7 +1,8 @@
 """Pallas-Triton implementation of shared_prefix_attention.
 
-Three launches: splits that a row has to itself (plain decode, covered splits skipped), tiles of rows that share a split
-(all their query heads of one KV head against one copy of the keys), and the merge of plain decode.
+One launch reads everything: some programs take tiles of rows that share a split (all their query heads of one KV head
+against one copy of the keys, bound by arithmetic), the others the splits that a row has to itself (plain decode, bound by
+memory), so that the two overlap. Then the merge of plain decode.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pallas_kernels.pallas_gpu import (
 )
 from pallas_kernels.shared_prefix_attention.plan import SharedPrefixPlan
 
-DEFAULTS = {"tile_block": 64, "tile_warps": 4, "tile_stages": 3}
+DEFAULTS = {"tile_block": 64, "own_block": 64, "num_warps": 4, "num_stages": 2}
 
 
 def shared_prefix_attention(
@@ -48,13 +49,16 @@ def shared_prefix_attention(
     config: dict[str, int] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.shared_prefix_attention`; `config` overrides the tuned launch parameters."""
-    del return_lse
+    if window is not None and window <= split:  # hardly a split lies inside a window: nothing to share
+        return decode.paged_decode_attention(
+            q, kv_pages, page_table, kv_lens, layer=layer, scale=scale, window=window, sinks=sinks, soft_cap=soft_cap,
+            return_lse=return_lse,
+        )  # fmt: skip
     require_pages(layout.page_size_of(kv_pages))
     key = f"G{q.shape[1] // layout.num_kv_heads_of(kv_pages)} D{q.shape[2]} {q.dtype.name}"
-    chosen = tuned("paged_decode_attention.triton", key, decode.DEFAULTS)
-    chosen |= tuned("shared_prefix_attention.triton", key, DEFAULTS) | (config or {}) | {"split": split}
+    chosen = tuned("shared_prefix_attention.triton", key, DEFAULTS) | (config or {}) | {"split": split}
     if config is None and q.shape[2] * q.dtype.itemsize > 256:  # deeper pipelines of wide rows overflow shared memory
-        chosen |= {"num_stages": 2, "tile_stages": 2, "tile_block": 32}
+        chosen |= {"num_stages": 2, "tile_block": 32, "own_block": 32}
     return _attend(
         q,
         kv_pages,
@@ -74,48 +78,72 @@ def shared_prefix_attention(
 @functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "interpret", "config"))
 def _attend(q, kv_pages, page_table, kv_lens, plan, layer, sinks, *, scale, window, soft_cap, interpret, config):
     options = dict(config)
-    parts, lses = decode.split_states(
-        q, kv_pages, page_table, kv_lens, layer, plan.covered, scale=scale, window=window, soft_cap=soft_cap,
-        interpret=interpret, options=options,
-    )  # fmt: skip
     num_kv_heads = layout.num_kv_heads_of(kv_pages)
+    num_splits = decode.count_splits(page_table, layout.page_size_of(kv_pages), window, options["split"])
     kernel = functools.partial(
-        _tile_kernel,
+        _kernel,
         shape=kv_pages.shape,
+        num_splits=num_splits,
         group=q.shape[1] // num_kv_heads,
         scale=scale,
         window=window,
         soft_cap=soft_cap,
         split=options["split"],
-        block=options["tile_block"],
+        blocks=(options["tile_block"], options["own_block"]),
     )
     parts, lses = triton_call(
         kernel,
-        grid=(num_kv_heads, plan.rows.shape[0]),
-        out_shape=(
-            jax.ShapeDtypeStruct(parts.shape, parts.dtype),
-            jax.ShapeDtypeStruct(lses.shape, lses.dtype),
-        ),
-        num_inputs=9,
-        num_warps=options["tile_warps"],
-        num_stages=options["tile_stages"],
+        grid=(num_kv_heads * (plan.rows.shape[0] + q.shape[0] * num_splits),),
+        out_shape=decode.state_shapes(q, num_kv_heads, num_splits),
+        num_inputs=8,
+        num_warps=options["num_warps"],
+        num_stages=options["num_stages"],
         interpret=interpret,
         name="shared_prefix_attention",
-        aliases={7: 0, 8: 1},
-    )(layer, kv_lens, page_table, plan.rows, plan.splits, q, pool_rows(kv_pages), parts, lses)
+    )(layer, kv_lens, page_table, plan.rows, plan.splits, plan.covered, q, pool_rows(kv_pages))
     return decode.merge_splits(
         parts, lses, kv_lens, sinks, dtype=q.dtype, window=window, split=options["split"], interpret=interpret
     )
 
 
-def _tile_kernel(
-    layer_ref, lens_ref, table_ref, rows_ref, splits_ref, q_ref, pool_ref, parts_ref, lses_ref, out_ref, lse_ref,
+def _kernel(
+    layer_ref, lens_ref, table_ref, rows_ref, splits_ref, covered_ref, q_ref, pool_ref, out_ref, lse_ref,
+    *, num_splits, blocks, **options,
+):  # fmt: skip
+    """Every other program takes a tile, while there are any: a multiprocessor then computes one and streams another."""
+    program, num_kv_heads, batch = pl.program_id(0), options["shape"][2], q_ref.shape[0]
+    tiles, own = rows_ref.shape[0] * num_kv_heads, batch * num_splits * num_kv_heads
+    pairs = min(tiles, own)
+    paired = program < 2 * pairs
+    takes_tile = (paired & (program % 2 == 0)) | (~paired & (tiles > own))
+    number = jnp.where(paired, program // 2, program - pairs)
+    head = number % num_kv_heads
+    tile_block, own_block = blocks
+
+    @pl.when(takes_tile)
+    def _():
+        tile = number // num_kv_heads
+        _attend_tile(
+            tile, head, layer_ref, lens_ref, table_ref, rows_ref, splits_ref, q_ref, pool_ref, out_ref, lse_ref,
+            block=tile_block, **options,
+        )  # fmt: skip
+
+    @pl.when(~takes_tile)
+    def _():
+        place = number // num_kv_heads
+        part = num_splits - 1 - place // batch  # from the last, where rows have their own tokens
+        decode.attend_split(
+            part, head, place % batch, layer_ref, lens_ref, table_ref, q_ref, pool_ref, covered_ref, out_ref, lse_ref,
+            block=own_block, **options,
+        )  # fmt: skip
+
+
+def _attend_tile(
+    tile, head, layer_ref, lens_ref, table_ref, rows_ref, splits_ref, q_ref, pool_ref, out_ref, lse_ref,
     *, shape, group, scale, window, soft_cap, split, block,
 ):  # fmt: skip
     """States of one split for all rows of a tile; matrix row r is member `r // heads`, head `r % heads` of a group."""
-    del parts_ref, lses_ref  # aliased to out_ref and lse_ref
     _, num_pages, num_kv_heads, _, page_size, head_dim = shape
-    head, tile = pl.program_id(0), pl.program_id(1)
     number = splits_ref[tile]
 
     @pl.when(number >= 0)

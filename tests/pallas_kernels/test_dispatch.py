@@ -28,7 +28,6 @@ def _fresh_counts() -> Iterator[None]:
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_platform", lambda: "gpu")
-    monkeypatch.setitem(dispatch.PREFERENCE, "gather_pages", ("copy_pages", ("triton", "reference")))
 
 
 def _install(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
@@ -69,10 +68,9 @@ def test_an_unsupported_case_falls_back_and_says_why(monkeypatch: pytest.MonkeyP
     assert pallas_kernels.dispatch_report() == {"gather_pages": {"reference": 2, "fallback_reasons": reasons}}
 
 
-def test_a_named_implementation_never_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    _install(monkeypatch, None)
-    with pytest.raises(NotImplementedError, match="gather_pages has no triton implementation"):
-        pallas_kernels.gather_pages(POOL, IDS, implementation="triton")
+def test_a_named_implementation_never_falls_back() -> None:
+    with pytest.raises(NotImplementedError, match="gather_pages has no mosaic_gpu implementation"):
+        pallas_kernels.gather_pages(POOL, IDS, implementation="mosaic_gpu")
     assert pallas_kernels.dispatch_report() == {}
 
 

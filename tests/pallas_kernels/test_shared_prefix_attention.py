@@ -47,8 +47,14 @@ def test_plan_cuts_large_groups_into_tiles_and_pads_to_a_power_of_two():
     assert plan is not None
     assert plan.rows.shape == (4, 4)
     assert sorted(plan.rows[plan.rows >= 0].tolist()) == list(range(10))
-    with pytest.raises(ValueError, match="3 tiles are needed"):
-        pk.plan_shared_prefix(table, np.full(10, 64), PAGE, split=SPLIT, rows_per_tile=4, num_tiles=2)
+
+
+def test_plan_of_a_fixed_size_takes_the_tiles_of_most_rows():
+    table = np.tile(np.arange(4, dtype=np.int32), (10, 1))
+    plan = pk.plan_shared_prefix(table, np.full(10, 64), PAGE, split=SPLIT, rows_per_tile=4, num_tiles=2)
+    assert plan is not None
+    assert plan.rows.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert plan.covered[:, 0].tolist() == [1] * 8 + [0] * 2
 
 
 def test_no_plan_where_nothing_is_shared():

@@ -14,7 +14,7 @@ import pytest
 import pallas_kernels as pk
 from pallas_kernels import pallas_gpu
 
-MODULES = ("append_kv", "paged_decode_attention", "ragged_paged_attention", "shared_prefix_attention")
+MODULES = ("append_kv", "copy_pages", "paged_decode_attention", "ragged_paged_attention", "shared_prefix_attention")
 LENS, Q_LENS = [0, 1, 16, 100, 128, 33], [0, 1, 3, 37, 128, 1]
 
 
@@ -115,8 +115,15 @@ def test_every_kernel_lowers_for_cuda_without_a_gpu(head_dim, dtype, monkeypatch
         pk.shared_prefix_attention: (q, pool, table, lens, plan),
         pk.append_kv: (pool, kv, kv, shape(9), shape(9), *flags),
     }
+    page_shape = pool.shape[2:]
+    copies = {
+        pk.gather_pages: (pool, shape(9)),
+        pk.scatter_pages: (pool, shape(9), shape(9, 2, *page_shape, kind=dtype)),
+        pk.copy_within: (pool, shape(9), shape(9)),
+    }
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=None)
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
-        for op, args in programs.items():
-            traced = jax.jit(functools.partial(op, **options)).trace(*args)
+        for op, args in {**programs, **copies}.items():
+            keywords = {"implementation": "triton"} if op in copies else options
+            traced = jax.jit(functools.partial(op, **keywords)).trace(*args)
             assert "__gpu$xla.gpu.triton" in traced.lower(lowering_platforms=("cuda",)).as_text(), op
