@@ -1,0 +1,86 @@
+"""Every GPU kernel once on a small case, for NVIDIA's compute-sanitizer:
+
+    compute-sanitizer --tool memcheck  python scripts/sanitize_kernels.py
+    compute-sanitizer --tool racecheck python scripts/sanitize_kernels.py
+
+Results are compared with the XLA reference on the CPU. `--only NAME` runs the cases whose name contains NAME.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_kernels as pk
+
+HEADS, KV_HEADS, HEAD_DIM, PAGE = 8, 2, 64, 64
+LENS, Q_LENS = np.array([1100, 1, 130, 1060], np.int32), np.array([70, 1, 130, 9], np.int32)
+
+
+def cases() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+    """(name, op that takes `implementation`, arguments)."""
+    rng = np.random.default_rng(0)
+    columns = -(-int(LENS.max()) // PAGE)
+    table = rng.permutation(len(LENS) * columns).astype(np.int32).reshape(len(LENS), columns)
+    table[3, :16] = table[0, :16]  # 1024 shared tokens
+    table[np.arange(columns)[None] * PAGE >= LENS[:, None]] = -1
+    shape = pk.pool_shape(2, len(LENS) * columns, PAGE, KV_HEADS, HEAD_DIM)
+    pool = rng.normal(size=shape).astype(jnp.bfloat16)
+    q = rng.normal(size=(int(Q_LENS.sum()), HEADS, HEAD_DIM)).astype(jnp.bfloat16)
+    offsets = np.cumsum([0, *Q_LENS]).astype(np.int32)
+    sinks = jnp.linspace(-1, 1, HEADS)
+    rows = q[: len(LENS)]
+    plan = pk.plan_shared_prefix(table, LENS, PAGE)
+    for implementation in ("triton", "mosaic_gpu"):
+        run = functools.partial(pk.paged_decode_attention, layer=1, implementation=implementation)
+        yield f"decode {implementation}", run, (rows, pool, table, LENS)
+        windowed = functools.partial(run, window=100, sinks=sinks)
+        yield f"decode window {implementation}", windowed, (rows, pool, table, LENS)
+        prefill = functools.partial(pk.ragged_paged_attention, layer=1, implementation=implementation)
+        yield f"prefill {implementation}", prefill, (q, pool, table, offsets, LENS)
+        shared = functools.partial(pk.shared_prefix_attention, layer=1, implementation=implementation)
+        yield f"shared {implementation}", shared, (rows, pool, table, LENS, plan)
+    kv = rng.normal(size=(5, KV_HEADS, HEAD_DIM)).astype(jnp.bfloat16)
+    ids, slots = np.array([0, 3, -1, 7, 9], np.int32), np.array([1, 63, 0, 5, 2], np.int32)
+    flags = np.ones(shape[1], bool), np.ones(shape[1], np.int32)
+    append = functools.partial(pk.append_kv, layer=0, implementation="triton")
+    yield "append triton", append, (pool, kv, kv, ids, slots, *flags)
+    yield "gather triton", functools.partial(pk.gather_pages, implementation="triton"), (pool, ids)
+    pages = rng.normal(size=(5, 2, *shape[2:])).astype(jnp.bfloat16)
+    yield "scatter triton", functools.partial(pk.scatter_pages, implementation="triton"), (pool, ids, pages)
+    yield "copy triton", functools.partial(pk.copy_within, implementation="triton"), (pool, ids[:2], ids[3:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    options = parser.parse_args()
+    failed = False
+    for name, op, arguments in cases():
+        if options.only not in name:
+            continue
+        try:
+            got = jax.tree.leaves(jax.jit(op)(*arguments))
+        except NotImplementedError as error:
+            print(f"{name}: no such kernel ({error})", flush=True)
+            continue
+        with jax.default_device(jax.devices("cpu")[0]):
+            want = jax.tree.leaves(jax.jit(functools.partial(op, implementation="reference"))(*arguments))
+        error = max(float(jnp.max(jnp.abs(np.float32(g) - np.float32(w)))) for g, w in zip(got, want, strict=True))
+        failed |= not error < 0.05
+        print(f"{name}: largest difference from the reference {error:.3g}", flush=True)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
