@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,12 +19,13 @@ import numpy as np
 
 from models.checkpoint import config_dtype, required
 from models.errors import CheckpointError
-from models.layers import linear, rms_norm, split_qkv
+from models.layers import linear
 from models.model import Attend, Model, Params
 from models.moe import grouped_linear, mix_experts, topk_then_softmax
 from models.mxfp4 import BLOCK, dequantise
 from models.params import BYTES, Source, matrix, norm, stacked_rows, vector
-from models.rope import RopeConfig, apply_rope, rope_table
+from models.rope import RopeConfig, rope_table
+from pallas_kernels import add_rms_norm, qkv_rope
 from pallas_kernels.layout import LayerGroup
 
 ARCHITECTURES = ("GptOssForCausalLM",)
@@ -242,17 +244,16 @@ class GptOss(Model):
         c = self.config
         rotation = rope_table(c.rope, positions)
         scale = 1 / math.sqrt(c.head_dim)
-        x = params["embed"][tokens]
+        norm = partial(add_rms_norm, eps=c.rms_norm_eps, round_last=True)
+        x, delta = params["embed"][tokens], None
         for i, layer in enumerate(params["layers"]):
-            normed = rms_norm(x, layer["attn_norm"], c.rms_norm_eps, round_last=True)
+            x, normed = norm(x, delta, layer["attn_norm"])
             qkv = linear(normed, layer["qkv"], layer["qkv_bias"])
-            q, k, v = split_qkv(qkv, c.num_heads, c.num_kv_heads, c.head_dim)
-            q, k = apply_rope(q, *rotation), apply_rope(k, *rotation)
+            q, k, v = qkv_rope(qkv, *rotation, num_heads=c.num_heads, num_kv_heads=c.num_kv_heads)
             o, kv = attend(kv, i, q, k, v, scale=scale, window=c.windows[i], sinks=layer["sinks"])
-            x = x + linear(o.reshape(x.shape[0], -1), layer["out"], layer["out_bias"])
-            normed = rms_norm(x, layer["mlp_norm"], c.rms_norm_eps, round_last=True)
-            x = x + experts_mlp(c, layer, normed)
-        return rms_norm(x, params["norm"], c.rms_norm_eps, round_last=True), kv
+            x, normed = norm(x, linear(o.reshape(x.shape[0], -1), layer["out"], layer["out_bias"]), layer["mlp_norm"])
+            delta = experts_mlp(c, layer, normed)
+        return norm(x, delta, params["norm"])[1], kv
 
     def unembed(self, params: Params, hidden: jax.Array) -> jax.Array:
         """See `Model.unembed`."""

@@ -21,31 +21,7 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, out_d
     return y if bias is None else y + bias
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, round_last: bool = False) -> jax.Array:
-    """Root-mean-square norm over the last axis, computed in float32.
-
-    Llama and Qwen3 round the normed value to the model's dtype and then multiply by the weight; GPT-OSS multiplies in
-    float32 and rounds the product (`round_last=True`). In bfloat16 the two differ in the last bit.
-    """
-    x32 = x.astype(jnp.float32)
-    normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    if round_last:
-        return (normed * weight.astype(jnp.float32)).astype(x.dtype)
-    return normed.astype(x.dtype) * weight
-
-
 def swiglu(gate_up: jax.Array) -> jax.Array:
     """`silu(gate) * up` of [..., 2 * I] whose first half is gate; in float32, rounded once."""
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
     return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
-
-
-def split_qkv(qkv: jax.Array, num_heads: int, num_kv_heads: int, head_dim: int):
-    """[T, (H + 2K) * D] -> q [T, H, D], k [T, K, D], v [T, K, D]."""
-    q, k, v = jnp.split(qkv, [num_heads * head_dim, (num_heads + num_kv_heads) * head_dim], axis=-1)
-    rows = qkv.shape[0]
-    return (
-        q.reshape(rows, num_heads, head_dim),
-        k.reshape(rows, num_kv_heads, head_dim),
-        v.reshape(rows, num_kv_heads, head_dim),
-    )

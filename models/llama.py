@@ -17,10 +17,11 @@ import jax.numpy as jnp
 
 from models.checkpoint import config_dtype, required
 from models.errors import CheckpointError
-from models.layers import linear, rms_norm, split_qkv, swiglu
+from models.layers import linear, swiglu
 from models.model import Attend, Model, Params
 from models.params import matrix, norm, stacked_rows
-from models.rope import RopeConfig, apply_rope, rope_table
+from models.rope import RopeConfig, rope_table
+from pallas_kernels import add_rms_norm, qkv_rope
 from pallas_kernels.layout import LayerGroup
 
 ARCHITECTURES = ("LlamaForCausalLM",)
@@ -129,10 +130,10 @@ class Llama(Model):
         """See `Model.forward`."""
         c = self.config
         rotation = rope_table(c.rope, positions)
-        x = params["embed"][tokens]
+        x, delta = params["embed"][tokens], None
         for i, layer in enumerate(params["layers"]):
-            x, kv = decoder_layer(c, layer, i, x, rotation, kv, attend)
-        return rms_norm(x, params["norm"], c.rms_norm_eps), kv
+            x, delta, kv = decoder_layer(c, layer, i, x, delta, rotation, kv, attend)
+        return add_rms_norm(x, delta, params["norm"], c.rms_norm_eps)[1], kv
 
     def unembed(self, params: Params, hidden: jax.Array) -> jax.Array:
         """See `Model.unembed`."""
@@ -144,14 +145,14 @@ def decoder_layer(
     layer: Params,
     i: int,
     x: jax.Array,
+    delta: jax.Array | None,
     rotation: tuple[jax.Array, jax.Array],
     kv: Any,
     attend: Attend,
-) -> tuple[jax.Array, Any]:
-    """Layer `i` over the residual stream x [T, E]."""
-    normed = rms_norm(x, layer["attn_norm"], c.rms_norm_eps)
-    q, k, v = split_qkv(linear(normed, layer["qkv"]), c.num_heads, c.num_kv_heads, c.head_dim)
-    o, kv = attend(kv, i, apply_rope(q, *rotation), apply_rope(k, *rotation), v, scale=c.head_dim**-0.5)
-    x = x + linear(o.reshape(x.shape[0], -1), layer["out"])
-    normed = rms_norm(x, layer["mlp_norm"], c.rms_norm_eps)
-    return x + linear(swiglu(linear(normed, layer["gate_up"])), layer["down"]), kv
+) -> tuple[jax.Array, jax.Array, Any]:
+    """Layer `i` over the residual stream `x + delta` [T, E]; what its MLP adds is returned beside the stream."""
+    x, normed = add_rms_norm(x, delta, layer["attn_norm"], c.rms_norm_eps)
+    q, k, v = qkv_rope(linear(normed, layer["qkv"]), *rotation, num_heads=c.num_heads, num_kv_heads=c.num_kv_heads)
+    o, kv = attend(kv, i, q, k, v, scale=c.head_dim**-0.5)
+    x, normed = add_rms_norm(x, linear(o.reshape(x.shape[0], -1), layer["out"]), layer["mlp_norm"], c.rms_norm_eps)
+    return x, linear(swiglu(linear(normed, layer["gate_up"])), layer["down"]), kv

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 
 from models.checkpoint import config_dtype, required
 from models.errors import CheckpointError
-from models.layers import linear, rms_norm, split_qkv, swiglu
+from models.layers import linear, swiglu
 from models.model import Attend, Model, Params
 from models.moe import grouped_linear, mix_experts, softmax_then_topk, stacked_experts
 from models.params import Source, matrix, norm, stacked_rows
-from models.rope import RopeConfig, apply_rope, rope_table
+from models.rope import RopeConfig, rope_table
+from pallas_kernels import add_rms_norm, qkv_rope
 from pallas_kernels.layout import LayerGroup
 
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
@@ -160,17 +161,17 @@ class Qwen3(Model):
         """See `Model.forward`."""
         c = self.config
         rotation = rope_table(c.rope, positions)
-        x = params["embed"][tokens]
+        x, delta = params["embed"][tokens], None
         for i, layer in enumerate(params["layers"]):
-            normed = rms_norm(x, layer["attn_norm"], c.rms_norm_eps)
-            q, k, v = split_qkv(linear(normed, layer["qkv"]), c.num_heads, c.num_kv_heads, c.head_dim)
-            q = apply_rope(rms_norm(q, layer["q_norm"], c.rms_norm_eps), *rotation)
-            k = apply_rope(rms_norm(k, layer["k_norm"], c.rms_norm_eps), *rotation)
+            x, normed = add_rms_norm(x, delta, layer["attn_norm"], c.rms_norm_eps)
+            norms = {"q_norm": layer["q_norm"], "k_norm": layer["k_norm"], "eps": c.rms_norm_eps}
+            qkv = linear(normed, layer["qkv"])
+            q, k, v = qkv_rope(qkv, *rotation, num_heads=c.num_heads, num_kv_heads=c.num_kv_heads, **norms)
             o, kv = attend(kv, i, q, k, v, scale=c.head_dim**-0.5)
-            x = x + linear(o.reshape(x.shape[0], -1), layer["out"])
-            normed = rms_norm(x, layer["mlp_norm"], c.rms_norm_eps)
-            x = x + (sparse_mlp(c, layer, normed) if i in c.sparse_layers else dense_mlp(layer, normed))
-        return rms_norm(x, params["norm"], c.rms_norm_eps), kv
+            o = linear(o.reshape(x.shape[0], -1), layer["out"])
+            x, normed = add_rms_norm(x, o, layer["mlp_norm"], c.rms_norm_eps)
+            delta = sparse_mlp(c, layer, normed) if i in c.sparse_layers else dense_mlp(layer, normed)
+        return add_rms_norm(x, delta, params["norm"], c.rms_norm_eps)[1], kv
 
     def unembed(self, params: Params, hidden: jax.Array) -> jax.Array:
         """See `Model.unembed`."""

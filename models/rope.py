@@ -121,10 +121,3 @@ def rope_table(rope: RopeConfig, positions: jax.Array) -> tuple[jax.Array, jax.A
     """cos and sin, float32 [T, 1, D/2] each, of absolute positions int32 [T]; shared by all layers and heads."""
     angles = positions.astype(jnp.float32)[:, None, None] * rope.frequencies()
     return jnp.cos(angles) * rope.amplitude, jnp.sin(angles) * rope.amplitude
-
-
-def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates x [T, H, D]: number d of the first half forms a plane with number d of the second half."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)

@@ -1,5 +1,6 @@
 """Ops on paged KV: attention through page tables, guarded writes, page copies. Knows nothing of models or caches."""
 
+from pallas_kernels.add_rms_norm.api import add_rms_norm as add_rms_norm
 from pallas_kernels.append_kv.api import append_kv as append_kv
 from pallas_kernels.copy_pages.api import copy_within as copy_within
 from pallas_kernels.copy_pages.api import gather_pages as gather_pages
@@ -15,6 +16,7 @@ from pallas_kernels.layout import split_kv as split_kv
 from pallas_kernels.merge import add_sinks as add_sinks
 from pallas_kernels.merge import merge_states as merge_states
 from pallas_kernels.paged_decode_attention.api import paged_decode_attention as paged_decode_attention
+from pallas_kernels.qkv_rope.api import qkv_rope as qkv_rope
 from pallas_kernels.ragged_paged_attention.api import ragged_paged_attention as ragged_paged_attention
 from pallas_kernels.shared_prefix_attention.api import shared_prefix_attention as shared_prefix_attention
 from pallas_kernels.shared_prefix_attention.plan import SPLIT as SPLIT

@@ -29,6 +29,8 @@ PREFERENCE: dict[str, tuple[str, tuple[str, ...]]] = {
     "paged_decode_attention": ("paged_decode_attention", ("triton", "mosaic_gpu", "reference")),
     "shared_prefix_attention": ("shared_prefix_attention", ("triton", "reference")),
     "append_kv": ("append_kv", ("triton", "reference")),
+    "add_rms_norm": ("add_rms_norm", ("triton", "reference")),
+    "qkv_rope": ("qkv_rope", ("triton", "reference")),
     "gather_pages": ("copy_pages", ("triton", "reference")),
     "scatter_pages": ("copy_pages", ("triton", "reference")),
     "copy_within": ("copy_pages", ("triton", "reference")),

@@ -13,12 +13,12 @@ import pytest
 from model_data import DATA, require_smollm2
 
 import models
-from models.layers import rms_norm
 from models.llama import decoder_layer
 from models.params import LoadProgress
 from models.registry import resolve
 from models.rope import rope_table
 from models.testing import dense_attend, dense_kv, dense_step
+from pallas_kernels.add_rms_norm.reference import rms_norm
 
 PROMPTS = {p["name"]: p for p in json.loads((DATA / "smollm2_prompts.json").read_text())["prompts"]}
 TOLERANCE = 1e-3
@@ -104,10 +104,11 @@ def test_logits_and_greedy_tokens_are_the_goldens(
 def test_keys_values_and_hidden_states_are_the_goldens(model: models.Model, goldens: dict[str, np.ndarray]) -> None:
     ids, config, params = goldens["chat_capital/ids"], model.config, model.params
     kv, rotation = dense_kv(model, len(ids)), rope_table(config.rope, jnp.arange(len(ids)))
-    x, hidden = params["embed"][jnp.asarray(ids)], {}
+    x, delta, hidden = params["embed"][jnp.asarray(ids)], None, {}
     for i, layer in enumerate(params["layers"]):
-        x, kv = decoder_layer(config, layer, i, x, rotation, kv, dense_attend())
-        hidden[i + 1] = x
+        x, delta, kv = decoder_layer(config, layer, i, x, delta, rotation, kv, dense_attend())
+        hidden[i + 1] = x + delta
+    x = x + delta
     hidden[30] = rms_norm(x, params["norm"], config.rms_norm_eps)  # the reference keeps the last one after the norm
     for i in (0, 15, 29):
         np.testing.assert_allclose(kv.keys[i].swapaxes(0, 1), goldens[f"chat_capital/k_layer{i}"], atol=TOLERANCE)

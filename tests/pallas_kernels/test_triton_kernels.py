@@ -14,7 +14,10 @@ import pytest
 import pallas_kernels as pk
 from pallas_kernels import pallas_gpu
 
-MODULES = ("append_kv", "copy_pages", "paged_decode_attention", "ragged_paged_attention", "shared_prefix_attention")
+MODULES = (
+    "add_rms_norm", "append_kv", "copy_pages", "paged_decode_attention", "qkv_rope", "ragged_paged_attention",
+    "shared_prefix_attention",
+)  # fmt: skip
 LENS, Q_LENS = [0, 1, 16, 100, 128, 33], [0, 1, 3, 37, 128, 1]
 
 
@@ -123,7 +126,16 @@ def test_every_kernel_lowers_for_cuda_without_a_gpu(head_dim, dtype, monkeypatch
     }
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=None)
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
-        for op, args in {**programs, **copies}.items():
-            keywords = {"implementation": "triton"} if op in copies else options
+        x, rotation = shape(9, 12 * head_dim, kind=dtype), shape(9, 1, head_dim // 2, kind=jnp.float32)
+        norm = shape(head_dim, kind=dtype)
+        pieces = {
+            functools.partial(pk.add_rms_norm, eps=1e-5): (x, x, shape(12 * head_dim, kind=dtype)),
+            functools.partial(pk.qkv_rope, num_heads=8, num_kv_heads=2): (x, rotation, rotation),
+            lambda x, c, s, n, **k: pk.qkv_rope(x, c, s, num_heads=8, num_kv_heads=2, q_norm=n, k_norm=n, **k): (
+                x, rotation, rotation, norm,
+            ),
+        }  # fmt: skip
+        for op, args in {**programs, **copies, **pieces}.items():
+            keywords = options if op in programs else {"implementation": "triton"}
             traced = jax.jit(functools.partial(op, **keywords)).trace(*args)
             assert "__gpu$xla.gpu.triton" in traced.lower(lowering_platforms=("cuda",)).as_text(), op
