@@ -6,7 +6,6 @@ The simulation runs in a process of its own, with more threads than a small mach
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import pathlib
@@ -21,6 +20,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels as pk
+from pallas_kernels import dispatch
 from pallas_kernels.shared_prefix_attention import mosaic_gpu
 from pallas_kernels.testing import PagedCase, attention_oracle, make_inputs, share_pages
 
@@ -58,7 +58,7 @@ CASES = {
         Simulated(paged("group3_dim64", 3, 1, 64, page_size=64), 128, slow=True),
         Simulated(
             paged("two_tiles_of_a_group", 16, 2, 64, keys=LONG_KEYS, page_size=16), 16, slow=True, block_kv=128,
-            split=128, groups=((range(3, 20), 128), (range(0, 3), 256)),
+            split=128, groups=((range(2, 20), 128), (range(2), 256)),
         ),
     )
 }  # fmt: skip
@@ -133,6 +133,92 @@ def test_simulated_op_agrees_with_float64_without_races() -> None:
 @pytest.mark.parametrize("name", [name for name, simulated in CASES.items() if simulated.slow])
 def test_more_simulated_shapes_agree_with_float64(name: str) -> None:
     check_simulated([name])
+
+
+@needs_jax_0_11
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "page", "dtype", "config"),
+    [
+        (8, 128, 16, jnp.bfloat16, {}),
+        (16, 64, 64, jnp.float16, {}),
+        (8, 128, 32, jnp.bfloat16, {"block_kv": 64, "stages": 4}),
+    ],
+)
+def test_lowers_for_cuda_without_a_gpu(heads, head_dim, page, dtype, config, monkeypatch) -> None:
+    """Both kinds of kernels pass their checks (shared memory, layouts) with tuned sizes, sinks and a soft cap."""
+    monkeypatch.setattr(mosaic_gpu, "interpret_here", lambda: False)
+
+    def shape(*dims: int, kind: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(dims, kind)
+
+    pool = shape(*pk.pool_shape(2, 64, page, 2, head_dim), kind=dtype)
+    q, table, lens = shape(21, heads, head_dim, kind=dtype), shape(21, 4096 // page), shape(21)
+    plan = pk.SharedPrefixPlan(shape(21), shape(8, 3), shape(21, 4), rows_per_tile=16)
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=None)
+    options = {"window": None, "soft_cap": 9.0, "return_lse": True, "scale": 0.1, "config": config}
+
+    def run(q: jax.Array, pool: jax.Array, table: jax.Array, lens: jax.Array, plan: pk.SharedPrefixPlan) -> Any:
+        sinks = jnp.zeros(heads)
+        return mosaic_gpu.shared_prefix_attention(
+            q, pool, table, lens, plan, layer=jnp.int32(1), sinks=sinks, **options
+        )
+
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        text = jax.jit(run).trace(q, pool, table, lens, plan).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+    assert text.count("__gpu$xla.gpu.triton") == 2  # own splits and merge
+
+
+@needs_jax_0_11
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "dtype", "rows_per_tile", "options", "message"),
+    [
+        (8, 64, jnp.bfloat16, 16, {"window": 3000}, "no window"),
+        (8, 64, jnp.float32, 16, {}, "bf16 or f16"),
+        (8, 80, jnp.bfloat16, 16, {}, "head_dim"),
+        (8, 64, jnp.bfloat16, 40, {}, "at most 32 rows a tile"),
+        (8, 64, jnp.bfloat16, 16, {"scale": -1.0}, "positive scale"),
+        (8, 64, jnp.bfloat16, 16, {"split": 64}, "splits of whole 128 keys"),
+    ],
+)
+def test_unsupported_cases_say_so_in_one_sentence(heads, head_dim, dtype, rows_per_tile, options, message) -> None:
+    pool = jax.ShapeDtypeStruct(pk.pool_shape(1, 9, 16, 2, head_dim), dtype)
+    q, lens = jax.ShapeDtypeStruct((4, heads, head_dim), dtype), jax.ShapeDtypeStruct((4,), jnp.int32)
+    table = jax.ShapeDtypeStruct((4, 256), jnp.int32)
+    split = options.get("split", 1024)
+    plan = pk.empty_plan(4, 256, 16, 2, split=split, rows_per_tile=rows_per_tile)
+    options = {name: value for name, value in options.items() if name != "split"}
+    with pytest.raises(NotImplementedError, match=message):
+        jax.eval_shape(
+            lambda *a: pk.shared_prefix_attention(*a, plan, layer=0, implementation="mosaic_gpu", **options),
+            q, pool, table, lens,
+        )  # fmt: skip
+
+
+@needs_jax_0_11
+def test_rows_per_tile_are_those_of_the_implementation_that_will_run(monkeypatch) -> None:
+    def group(num_heads: int | None, head_dim: int = 128, dtype: Any = jnp.bfloat16, **options: Any) -> pk.LayerGroup:
+        return pk.LayerGroup((0,), 8, head_dim, dtype, num_heads=num_heads, **options)
+
+    monkeypatch.setattr(dispatch, "_platform", lambda: "gpu")
+    monkeypatch.setattr(dispatch, "_before_hopper", lambda: False)
+    monkeypatch.setitem(
+        dispatch.PREFERENCE,
+        "shared_prefix_attention",
+        ("shared_prefix_attention", ("mosaic_gpu", "triton", "reference")),
+    )
+    assert [pk.rows_per_tile(group(heads), 16) for heads in (8, 24, 32, 64, 128)] == [128, 128, 32, 16, 16]
+    assert pk.rows_per_tile(group(None), 16) == 16
+    assert pk.rows_per_tile(group(16), 16, implementation="triton") == 32
+    # What the Mosaic kernel has not falls to Triton: windows, f32, wide heads, older cards.
+    assert pk.rows_per_tile(group(8, window=4096), 16) == 64
+    assert pk.rows_per_tile(group(8, dtype=jnp.float32), 16) == 64
+    assert pk.rows_per_tile(group(8, head_dim=256), 16) == 64
+    monkeypatch.setattr(dispatch, "_before_hopper", lambda: True)
+    assert pk.rows_per_tile(group(32), 16) == 16
+    assert pk.rows_per_tile(group(128), 16) == 8
+    monkeypatch.setattr(dispatch, "_platform", lambda: "cpu")
+    assert pk.rows_per_tile(group(32), 16) == 16
 
 
 if __name__ == "__main__":
