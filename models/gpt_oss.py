@@ -232,7 +232,7 @@ class GptOss(Model):
         for i, window in enumerate(c.windows):
             groups.setdefault(window, []).append(i)
         return tuple(
-            LayerGroup(tuple(layers), c.num_kv_heads, c.head_dim, jnp.dtype(c.dtype), window)
+            LayerGroup(tuple(layers), c.num_kv_heads, c.head_dim, jnp.dtype(c.dtype), window, c.num_heads)
             for window, layers in groups.items()
             if layers
         )

@@ -122,7 +122,8 @@ class Llama(Model):
     def kv_groups(self) -> tuple[LayerGroup, ...]:
         """One group: all layers are alike."""
         c = self.config
-        return (LayerGroup(tuple(range(c.num_layers)), c.num_kv_heads, c.head_dim, jnp.dtype(c.dtype)),)
+        layers = tuple(range(c.num_layers))
+        return (LayerGroup(layers, c.num_kv_heads, c.head_dim, jnp.dtype(c.dtype), num_heads=c.num_heads),)
 
     def forward(
         self, params: Params, tokens: jax.Array, positions: jax.Array, kv: Any, attend: Attend

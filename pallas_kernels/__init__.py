@@ -24,4 +24,5 @@ from pallas_kernels.shared_prefix_attention.plan import SharedPrefixPlan as Shar
 from pallas_kernels.shared_prefix_attention.plan import crossover_tokens as crossover_tokens
 from pallas_kernels.shared_prefix_attention.plan import empty_plan as empty_plan
 from pallas_kernels.shared_prefix_attention.plan import plan_shared_prefix as plan_shared_prefix
+from pallas_kernels.shared_prefix_attention.plan import rows_per_tile as rows_per_tile
 from pallas_kernels.shared_prefix_attention.plan import saved_tokens as saved_tokens

@@ -35,6 +35,7 @@ class LayerGroup:
         head_dim: numbers in one key or value vector.
         dtype: dtype of the pool.
         window: sliding window in tokens (key j is visible to query i iff i - window < j <= i), or None.
+        num_heads: query heads of each layer, or None where the model does not say: a hint for sizes of kernels.
     """
 
     layers: tuple[int, ...]
@@ -42,6 +43,7 @@ class LayerGroup:
     head_dim: int
     dtype: Any
     window: int | None = None
+    num_heads: int | None = None
 
 
 def page_shape(page_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:

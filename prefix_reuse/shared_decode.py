@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
-from pallas_kernels import SPLIT, SharedPrefixPlan, crossover_tokens, empty_plan, plan_shared_prefix, saved_tokens
+from pallas_kernels import (
+    SPLIT,
+    SharedPrefixPlan,
+    crossover_tokens,
+    empty_plan,
+    plan_shared_prefix,
+    rows_per_tile,
+    saved_tokens,
+)
 from pallas_kernels.layout import LayerGroup
 from prefix_reuse.config import EngineConfig
 from prefix_reuse.device_pool import DevicePool
@@ -31,11 +40,15 @@ class SharedPrefixPlanner:
         self._splits = max_columns * config.page_size // SPLIT
         wanted = config.shared_prefix_decode
         if wanted is None:
-            wanted = device.platform == "gpu" and config.attention in (None, "triton")
+            wanted = device.platform == "gpu" and config.attention in (None, "triton", "mosaic_gpu")
         self.active = tuple(
             wanted and config.m3 and self._splits > 0 and SPLIT % config.page_size == 0 and _sees_a_split(group)
             for group in groups
         )
+        with jax.default_device(device):
+            self._rows_per_tile = tuple(
+                rows_per_tile(group, config.page_size, implementation=config.attention) for group in groups
+            )
         self._least = 1 if config.shared_prefix_decode else crossover_tokens()
         self._last: tuple[Any, Plans | None, int] | None = None
 
@@ -56,32 +69,36 @@ class SharedPrefixPlanner:
         saved = 0
         lens = np.zeros(size, np.int32)
         lens[: len(rows)] = [row.committed_kv_tokens for row in rows]
-        for account, active in zip(accounts, self.active, strict=True):
+        for account, active, lanes in zip(accounts, self.active, self._rows_per_tile, strict=True):
             plan = None
             if active:
                 table = np.full((size, self._columns), -1, np.int32)
                 table[: len(rows)] = account.page_table[[row.row_index for row in rows]]
-                plan = plan_shared_prefix(table, lens, self._page_size, num_tiles=self._tiles(size))
+                tiles = self._tiles(size)
+                plan = plan_shared_prefix(table, lens, self._page_size, rows_per_tile=lanes, num_tiles=tiles)
                 saved = max(saved, saved_tokens(plan))
             plans.append(plan)
         if saved < self._least:
             return None, 0
-        return tuple(
-            self._empty(size) if a and p is None else p for a, p in zip(self.active, plans, strict=True)
-        ), saved
+        return tuple(p or empty for p, empty in zip(plans, self._empty(size), strict=True)), saved
 
     def warmup_plans(self, size: int) -> list[Plans | None]:
         """What `plan` may return for a batch of `size`, by shape."""
         if not any(self.active) or size < 2:
             return [None]
-        return [None, tuple(self._empty(size) if active else None for active in self.active)]
+        return [None, self._empty(size)]
 
     def _tiles(self, size: int) -> int:
         """Tiles of a batch: enough for groups of four rows and more in every split."""
         return self._splits * max(1, size // 4)
 
-    def _empty(self, size: int) -> SharedPrefixPlan:
-        return empty_plan(size, self._columns, self._page_size, self._tiles(size))
+    def _empty(self, size: int) -> Plans:
+        """Plans without tiles of the groups that may share."""
+        tiles = self._tiles(size)
+        return tuple(
+            empty_plan(size, self._columns, self._page_size, tiles, rows_per_tile=lanes) if active else None
+            for active, lanes in zip(self.active, self._rows_per_tile, strict=True)
+        )
 
 
 def _sees_a_split(group: LayerGroup) -> bool:

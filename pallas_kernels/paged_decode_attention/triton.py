@@ -74,21 +74,27 @@ def paged_decode_attention(
 @functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "interpret", "config"))
 def _decode(q, kv_pages, page_table, kv_lens, layer, sinks, *, scale, window, soft_cap, interpret, config):
     options = dict(config)
-    num_splits = count_splits(page_table, layout.page_size_of(kv_pages), window, options["split"])
-    inputs = layer, kv_lens, page_table
-    launch = functools.partial(
-        _launch, scale=scale, window=window, soft_cap=soft_cap, interpret=interpret, options=options
-    )
-    if num_splits == 1:
+    keywords = {"scale": scale, "window": window, "soft_cap": soft_cap, "interpret": interpret, "options": options}
+    if count_splits(page_table, layout.page_size_of(kv_pages), window, options["split"]) == 1:
         final = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)
-        inputs += () if sinks is None else (sinks.astype(jnp.float32),)
-        return launch(_whole_kernel, q, kv_pages, *inputs, num_splits=1, out_shape=final)
-    states = state_shapes(q, layout.num_kv_heads_of(kv_pages), num_splits)
-    split = options["split"]
-    parts, lses = launch(_split_kernel, q, kv_pages, *inputs, num_splits=num_splits, out_shape=states, split=split)
+        inputs = layer, kv_lens, page_table, *(() if sinks is None else (sinks.astype(jnp.float32),))
+        return _launch(_whole_kernel, q, kv_pages, *inputs, num_splits=1, out_shape=final, **keywords)
+    parts, lses = split_states(q, kv_pages, layer, kv_lens, page_table, **keywords)
     return merge_splits(
         parts, lses, kv_lens, sinks, dtype=q.dtype, window=window, split=options["split"], interpret=interpret
     )
+
+
+def split_states(q, kv_pages, layer, kv_lens, page_table, lanes=None, *, window, options, **keywords):
+    """`(parts, lses)` of all splits, as `merge_splits` takes them; none where `lanes` (of a shared-prefix plan) has one."""
+    split = options["split"]
+    num_splits = count_splits(page_table, layout.page_size_of(kv_pages), window, split)
+    states = state_shapes(q, layout.num_kv_heads_of(kv_pages), num_splits)
+    inputs = (layer, kv_lens, page_table) if lanes is None else (layer, kv_lens, page_table, lanes)
+    return _launch(
+        _split_kernel, q, kv_pages, *inputs, num_splits=num_splits, out_shape=states, window=window, options=options,
+        split=split, **keywords,
+    )  # fmt: skip
 
 
 def count_splits(page_table: jax.Array, page_size: int, window: int | None, split: int) -> int:
@@ -185,31 +191,35 @@ def _whole_kernel(q_ref, pool_ref, layer_ref, lens_ref, table_ref, *refs, window
     keys = first_key(kv_len, window), kv_len
     state, _, column = read_keys(head, row, keys, layer_ref, table_ref, q_ref, pool_ref, group=group, **options)
     values, lse = softmax_mean(state)
-    out, lse = _finish(lse, jnp.where(lse == -jnp.inf, 0.0, 1.0), values, sink)
+    out, lse = finish(lse, jnp.where(lse == -jnp.inf, 0.0, 1.0), values, sink)
     store = own[:, None] & (column < out_ref.shape[-1])[None, :]
     pltriton.store(out_ref.at[row, heads[:, None], column[None, :]], out.astype(out_ref.dtype), mask=store)
     pltriton.store(lse_ref.at[row, heads], lse, mask=own)
 
 
-def _split_kernel(q_ref, pool_ref, layer_ref, lens_ref, table_ref, out_ref, lse_ref, **options):
+def _split_kernel(q_ref, pool_ref, layer_ref, lens_ref, table_ref, *refs, **options):
     """State of one (split, KV head, row): `out_ref[B, N, H, D]` normalised, `lse_ref[B, N, K, G]` in base 2."""
     part, head, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    attend_split(part, head, row, layer_ref, lens_ref, table_ref, q_ref, pool_ref, None, out_ref, lse_ref, **options)
+    *lanes, out_ref, lse_ref = refs
+    lanes_ref = lanes[0] if lanes else None
+    attend_split(
+        part, head, row, layer_ref, lens_ref, table_ref, q_ref, pool_ref, lanes_ref, out_ref, lse_ref, **options
+    )
 
 
 def attend_split(
-    part, head, row, layer_ref, lens_ref, table_ref, q_ref, pool_ref, covered_ref, out_ref, lse_ref,
+    part, head, row, layer_ref, lens_ref, table_ref, q_ref, pool_ref, lanes_ref, out_ref, lse_ref,
     *, window, split, group, **options,
 ):  # fmt: skip
-    """Reads the row's `part`-th visible split and writes its state; nothing where `covered_ref` marks the split."""
+    """Reads the row's `part`-th visible split and writes its state; nothing where `lanes_ref` has a tile for the split."""
     kv_len = lens_ref[row]
     first = first_key(kv_len, window)
     number = first // split + part
     begin, end = number * split, jnp.minimum((number + 1) * split, kv_len)
 
     live_split = begin < end
-    if covered_ref is not None:
-        live_split &= covered_ref[row, jnp.minimum(number, covered_ref.shape[1] - 1)] == 0
+    if lanes_ref is not None:
+        live_split &= lanes_ref[row, jnp.minimum(number, lanes_ref.shape[1] - 1)] < 0
 
     @pl.when(live_split)
     def _():
@@ -255,7 +265,7 @@ def read_keys(head, row, keys, layer_ref, table_ref, q_ref, pool_ref, *, shape, 
     return state, lane, column
 
 
-def _finish(top, total, values, sink):
+def finish(top, total, values, sink):
     """Adds the sink (base 2, or None) to merged states `top [...], total [...], values [..., D]` -> `(out, lse)`."""
     empty = total == 0
     if sink is not None:
@@ -290,6 +300,6 @@ def _merge_kernel(lens_ref, parts_ref, lses_ref, *refs, window, split, group):
     top, total, values = jax.lax.fori_loop(
         0, count, body, (jnp.float32(-jnp.inf), zero, jnp.zeros(column.shape, jnp.float32))
     )
-    out, lse = _finish(top, total, values, sink_refs[0][head] * LOG2E if sink_refs else None)
+    out, lse = finish(top, total, values, sink_refs[0][head] * LOG2E if sink_refs else None)
     pltriton.store(out_ref.at[row, head, column], out.astype(out_ref.dtype), mask=inside)
     lse_ref[row, head] = lse

@@ -137,21 +137,15 @@ def ragged_paged_attention(
     """
     chosen = sizes(q, kv_pages, page_table, scale=scale, config=config)
     tuned, packed, tokens, slots, split = chosen.tuned, chosen.packed, chosen.tokens, chosen.slots, chosen.split
-    head_groups, num_chunks, chunk = chosen.head_groups, chosen.num_chunks, tuned["chunk"]
+    head_groups, num_chunks = chosen.head_groups, chosen.num_chunks
     num_tokens, num_heads, head_dim = q.shape
-    num_layers, pages_per_layer = kv_pages.shape[:2]
-    page_size, num_kv_heads = layout.page_size_of(kv_pages), layout.num_kv_heads_of(kv_pages)
     if plan is None:
         plan = make_plan(q, kv_pages, page_table, q_offsets, kv_lens, window=window, config=config)
-    shape = kernel.Shape(
-        num_blocks=min(tuned["num_blocks"], plan.items.shape[0]),
-        page_size=page_size,
-        pages_per_layer=pages_per_layer,
-        num_kv_heads=num_kv_heads,
-        heads_per_kv_head=num_heads // num_kv_heads,
-        heads_per_tile=packed,
-        head_dim=head_dim,
-        dtype=q.dtype,
+    shape = kernel_shape(
+        q,
+        kv_pages,
+        chosen,
+        num_items=plan.items.shape[0],
         scale=scale,
         window=window,
         soft_cap=soft_cap,
@@ -159,12 +153,6 @@ def ragged_paged_attention(
         want_stats=return_lse or split,
         split=split,
         merge_chunks=num_chunks > 1 and not split,
-        chunk=chunk,
-        block_kv=tuned["block_kv"],
-        stages=tuned["stages"],
-        consumer_registers=tuned["consumer_registers"],
-        producer_registers=tuned["producer_registers"],
-        overlap=tuned["overlap"],
         simulate=bool(interpret),
     )
     inputs = {
@@ -174,7 +162,7 @@ def ragged_paged_attention(
         "table": page_table,
         # TMA: the array is no smaller than a box, and whole tiles of 8 rows.
         "q": jnp.pad(q, ((0, max(tokens, -(-num_tokens // 8) * 8) - num_tokens), (0, 0), (0, 0))),
-        "kv": kv_pages.reshape(num_layers * pages_per_layer * num_kv_heads * 2 * page_size, head_dim),
+        "kv": kv_pages.reshape(-1, head_dim),
     }
     if shape.has_sinks and sinks is not None:
         inputs["sink_top"], inputs["sink_sum"] = (
@@ -212,8 +200,31 @@ def ragged_paged_attention(
     return out, lse
 
 
+def kernel_shape(q: jax.Array, kv_pages: jax.Array, chosen: Sizes, *, num_items: int, **options: Any) -> kernel.Shape:
+    """What the kernel has to know of these arguments; `options` are the fields that depend on neither shapes nor sizes."""
+    num_kv_heads = layout.num_kv_heads_of(kv_pages)
+    names = ("chunk", "block_kv", "stages", "consumer_registers", "producer_registers", "overlap")
+    return kernel.Shape(
+        num_blocks=min(chosen.tuned["num_blocks"], num_items),
+        page_size=layout.page_size_of(kv_pages),
+        pages_per_layer=kv_pages.shape[1],
+        num_kv_heads=num_kv_heads,
+        heads_per_kv_head=q.shape[1] // num_kv_heads,
+        heads_per_tile=chosen.packed,
+        head_dim=q.shape[2],
+        dtype=q.dtype,
+        **{name: chosen.tuned[name] for name in names},
+        **options,
+    )
+
+
 def run(
-    shape: kernel.Shape, inputs: dict[str, jax.Array], outputs: tuple[Any, ...], interpret: Any, lane: bool
+    shape: kernel.Shape,
+    inputs: dict[str, jax.Array],
+    outputs: tuple[Any, ...],
+    interpret: Any,
+    lane: bool,
+    name: str = "ragged_paged_attention",
 ) -> tuple[jax.Array, ...]:
     """Launch the kernel."""
     names = (*inputs, *(["out", "stats"][: len(outputs)]))
@@ -234,7 +245,7 @@ def run(
             approx_math=True, lowering_semantics=semantics, reduction_scratch_bytes=1024
         ),
         interpret=interpret,
-        kernel_name="ragged_paged_attention",
+        kernel_name=name,
     )(*inputs.values())
 
 

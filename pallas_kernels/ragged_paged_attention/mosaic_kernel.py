@@ -308,6 +308,7 @@ def attend(s: Shape, refs: dict[str, Any], item: Item, first: jax.Array, end: ja
         ready_values(index)
         if s.simulate:  # the simulator has neither run_state nor wgmma with an operand in registers
             acc = acc + jnp.dot(p, values(index)[...], preferred_element_type=jnp.float32)
+            plgpu.commit_smem()  # unlike wgmma, this read has to be ordered before the next copy into the slot
             end_turn(refs)
         else:
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import checks, dispatch
-from pallas_kernels.shared_prefix_attention.plan import SPLIT, SharedPrefixPlan
+from pallas_kernels import checks, dispatch, layout
+from pallas_kernels.shared_prefix_attention.plan import SharedPrefixPlan
 
 
 def shared_prefix_attention(
@@ -18,7 +18,6 @@ def shared_prefix_attention(
     plan: SharedPrefixPlan,
     *,
     layer: int | jax.Array,
-    split: int = SPLIT,
     scale: float | None = None,
     window: int | None = None,
     sinks: jax.Array | None = None,
@@ -33,9 +32,8 @@ def shared_prefix_attention(
     Args:
         q, kv_pages, page_table, kv_lens, layer, scale, window, sinks, soft_cap, return_lse: as in
             `paged_decode_attention`.
-        plan: from `plan_shared_prefix` of this table, with the same `split`.
-        split: tokens of one split.
-        implementation: "reference" (plain decode), "triton", or None for the best on this device.
+        plan: from `plan_shared_prefix` of this table.
+        implementation: "reference" (plain decode), "triton", "mosaic_gpu", or None for the best on this device.
 
     Returns:
         `out [B, H, D]`, or `(out, lse)`.
@@ -49,10 +47,14 @@ def shared_prefix_attention(
     )
     if q.shape[0] != page_table.shape[0]:
         raise ValueError(f"q has {q.shape[0]} rows but page_table has {page_table.shape[0]}")
-    checks.check_int32("kv_lens", kv_lens, (page_table.shape[0],))
-    checks.check_int32("plan.rows", plan.rows, (None, None))
-    checks.check_int32("plan.splits", plan.splits, (plan.rows.shape[0],))
-    checks.check_int32("plan.covered", plan.covered, (page_table.shape[0], None))
+    batch, columns = page_table.shape
+    checks.check_int32("kv_lens", kv_lens, (batch,))
+    page_size = layout.page_size_of(kv_pages)
+    if plan.split % page_size:
+        raise ValueError(f"plan.split {plan.split} is no multiple of the page size {page_size}")
+    checks.check_int32("plan.order", plan.order, (batch,))
+    checks.check_int32("plan.tiles", plan.tiles, (None, 3))
+    checks.check_int32("plan.lanes", plan.lanes, (batch, max(1, -(-columns * page_size // plan.split))))
     out, lse = dispatch.call(
         "shared_prefix_attention",
         implementation,
@@ -62,7 +64,6 @@ def shared_prefix_attention(
         kv_lens,
         plan,
         layer=checks.as_layer(layer),
-        split=split,
         scale=scale,
         window=window,
         sinks=sinks,

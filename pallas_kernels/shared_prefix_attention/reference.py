@@ -16,10 +16,8 @@ def shared_prefix_attention(
     page_table: jax.Array,
     kv_lens: jax.Array,
     plan: SharedPrefixPlan,
-    *,
-    split: int,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.shared_prefix_attention`."""
-    del plan, split
+    del plan
     return reference.paged_decode_attention(q, kv_pages, page_table, kv_lens, **options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,6 +105,20 @@ def make_inputs(case: PagedCase, seed: int, *, poison: float = np.nan) -> PagedI
     )
     object.__setattr__(inputs, "pool", inputs.poisoned(poison))
     return inputs
+
+
+def share_pages(inputs: PagedInputs, groups: Sequence[tuple[Sequence[int], int]]) -> PagedInputs:
+    """The rows of each `(rows, tokens)` read the pages of the first of them for so many tokens; what they had is poison."""
+    case, table = inputs.case, inputs.page_table.copy()
+    for rows, tokens in groups:
+        table[list(rows), : tokens // case.page_size] = table[rows[0], : tokens // case.page_size]
+    owned = np.zeros_like(inputs.owned)
+    for row, keys in enumerate(inputs.kv_lens):
+        position = np.arange(keys)
+        pages = table[row, position // case.page_size]
+        owned[pages[pages >= 0], (position % case.page_size)[pages >= 0]] = True
+    shared = dataclasses.replace(inputs, page_table=table, owned=owned)
+    return dataclasses.replace(shared, pool=shared.poisoned(np.nan))
 
 
 def fill_freed_memory(shape: tuple[int, ...], dtype: Any) -> None:

@@ -99,6 +99,7 @@ def simulated() -> dict[str, Any]:
         [sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=600, check=False
     )
     assert process.returncode == 0, process.stderr[-3000:]
+    assert "RACE" not in process.stdout + process.stderr
     return json.loads(process.stdout.splitlines()[-1])
 
 

@@ -109,7 +109,7 @@ def test_every_kernel_lowers_for_cuda_without_a_gpu(head_dim, dtype, monkeypatch
     pool = shape(*pk.pool_shape(2, 64, 16, 2, head_dim), kind=dtype)
     q, kv = shape(9, 8, head_dim, kind=dtype), shape(9, 2, head_dim, kind=dtype)
     table, lens = shape(9, 128), shape(9)
-    plan = pk.SharedPrefixPlan(shape(4, 8), shape(4), shape(9, 2))
+    plan = pk.SharedPrefixPlan(shape(9), shape(4, 3), shape(9, 2))
     options = {"layer": 1, "implementation": "triton"}
     flags = shape(64, kind=jnp.bool_), shape(64)
     programs = {

@@ -64,14 +64,14 @@ def test_the_plan_names_rows_with_the_same_pages_only(long_model):
     assert seen
     per_split = SPLIT // 64
     for tiles, tables, saved in seen:
-        members = [row[row >= 0] for row in tiles.rows]
-        assert saved == sum(max(0, len(m) - 1) for m in members) * SPLIT > 0
-        for rows, split in zip(members, tiles.splits, strict=True):
-            if split >= 0:
-                pages = tables[rows, split * per_split : (split + 1) * per_split]
-                assert (pages == pages[0]).all()
-                assert (pages >= 0).all()
-                assert tiles.covered[rows, split].all()
+        used = tiles.tiles[tiles.tiles[:, 0] >= 0]
+        assert saved == sum(end - first - 1 for _, first, end in used) * SPLIT > 0
+        for split, first, end in used:
+            rows = tiles.order[first:end]
+            pages = tables[rows, split * per_split : (split + 1) * per_split]
+            assert (pages == pages[0]).all()
+            assert (pages >= 0).all()
+            assert (tiles.lanes[rows, split] >= 0).all()
 
 
 @pytest.mark.parametrize(
