@@ -182,7 +182,8 @@ def main() -> None:
         table[B:] = -1
         lens = np.full(most, options.context, np.int32)
         state = rebuild(state, table, np.full(most, head, np.int32), lens)
-        plan = pk.plan_shared_prefix(table[:B], lens[:B], PAGE) if planned else None
+        lanes = pk.rows_per_tile(group, PAGE)
+        plan = pk.plan_shared_prefix(table[:B], lens[:B], PAGE, rows_per_tile=lanes) if planned else None
         times, state = measure(model, state, B, options.context, plan, options.profile)
         read = weights + (shared + B * (options.context - shared)) * token_bytes
         limit = read / rate * 1e3

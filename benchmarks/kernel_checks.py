@@ -6,6 +6,8 @@ reference's in the same dtype (f32: 1e-5).
 
 from __future__ import annotations
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -22,6 +24,9 @@ CASES = [
     (24, 8, 128, 64, {"scale": 0.05}),
 ]
 KV_LENS, Q_LENS = [0, 1, 16, 1500, 2048, 700], [0, 1, 3, 170, 256, 1]
+# Rows that share (rows, splits); the groups begin at places 0, 10 and 15 of the plan, the first has a nested one.
+SHARED_LENS = [0, 1, 513, 300, 700, 175, *range(512, 612, 20), *range(512, 812, 30)]
+GROUPS = [(range(11, 21), 1), (range(13, 17), 2), (range(6, 11), 2), ((3, 4), 1)]
 
 
 def oracle(q, kv, table, offsets, lens, layer, window=None, sinks=None, soft_cap=None, scale=None):
@@ -52,13 +57,13 @@ def oracle(q, kv, table, offsets, lens, layer, window=None, sinks=None, soft_cap
     return out
 
 
-def inputs(rng, H, K, D, S, dtype, q_lens):
-    """Pool of two layers with a row per entry of KV_LENS; what no row owns is NaN."""
-    B, M = len(KV_LENS), -(-max(KV_LENS) // S) + 2
+def inputs(rng, H, K, D, S, dtype, q_lens, kv_lens):
+    """Pool of two layers with a row per entry of `kv_lens`; what no row owns is NaN."""
+    B, M = len(kv_lens), -(-max(kv_lens) // S) + 2
     kv = np.full((2, B * M + 3, K, 2, S, D), np.nan, np.float32)
     order = rng.permutation(kv.shape[1])[: B * M].reshape(B, M)
     table = np.full((B, M), -1, np.int32)
-    for b, n in enumerate(KV_LENS):
+    for b, n in enumerate(kv_lens):
         for m in range(-(-n // S)):
             table[b, m] = order[b, m]
             used = min(S, n - m * S)
@@ -67,52 +72,56 @@ def inputs(rng, H, K, D, S, dtype, q_lens):
     return jnp.asarray(q, dtype), jnp.asarray(kv, dtype), table
 
 
+def share(kv, table, S, split):
+    """The rows of each of GROUPS read the pages of its first row; what they had before is NaN."""
+    for rows, splits in GROUPS:
+        head = splits * split // S
+        dropped = [page for row in rows for page in table[row, :head] if page not in table[rows[0], :head]]
+        table[list(rows), :head] = table[rows[0], :head]
+        kv = kv.at[:, np.asarray(dropped)].set(jnp.nan)
+    return kv
+
+
 def run(implementations, ops, report) -> bool:
     """All cases of `ops` ("decode", "shared", "prefill"): whether all passed. Cases without a kernel count as passed."""
     rng = np.random.default_rng(0)
     good = True
-    for H, K, D, S, options in CASES:
-        for dtype in (jnp.bfloat16, jnp.float32):
-            q, kv, table = inputs(rng, H, K, D, S, dtype, Q_LENS)
-            numbers = [np.asarray(a.astype(jnp.float32)) for a in (q, kv)]
-            sinks = rng.normal(size=H) if options.get("sinks") else None
-            opts = {**options, "sinks": None if sinks is None else jnp.asarray(sinks, jnp.float32)}
-            lens = jnp.asarray(KV_LENS, jnp.int32)
-            for op in ops:
-                B = len(KV_LENS)
-                offsets = np.cumsum([0, *Q_LENS]) if op == "prefill" else np.arange(B + 1)
-                queries = numbers[0] if op == "prefill" else numbers[0][:B]
-                pages = table.copy()
-                if op == "shared":  # rows 3, 4 and 5 begin alike
-                    pages[4, : 1024 // S] = pages[5, : 1024 // S] = pages[3, : 1024 // S]
-                    pages[5, 700 // S + 1 :] = -1
-                true = oracle(queries, numbers[1], pages, offsets, KV_LENS, 1, **{**options, "sinks": sinks})
-                errors = {}
-                for name in ("reference", *implementations):
-                    try:
-                        if op == "decode":
-                            out = pk.paged_decode_attention(
-                                q[:B], kv, jnp.asarray(table), lens, layer=1, implementation=name, **opts
-                            )
-                        elif op == "shared":
-                            plan = pk.plan_shared_prefix(pages, np.asarray(KV_LENS), S)
-                            assert plan is not None
-                            out = pk.shared_prefix_attention(
-                                q[:B], kv, jnp.asarray(pages), lens, plan, layer=1, implementation=name, **opts
-                            )
-                        else:
-                            out = pk.ragged_paged_attention(
-                                q, kv, jnp.asarray(table), jnp.asarray(offsets, jnp.int32), lens, layer=1,
-                                implementation=name, **opts,
-                            )  # fmt: skip
-                        errors[name] = float(np.max(np.abs(np.asarray(out.astype(jnp.float32)) - true)))
-                    except Exception as error:
-                        errors[name] = f"{type(error).__name__}: {str(error)[:160]}"
-                for name in implementations:
-                    error = errors[name]
-                    bar = 1e-5 if dtype == jnp.float32 else 2 * errors["reference"]
-                    passed = error <= bar if isinstance(error, float) else error.startswith("NotImplementedError")
-                    good &= passed
-                    label = f"{name} {jnp.dtype(dtype).name} {options}"
-                    report(f"check {op}", [H, K, D, S], label, {"error": error, "bar": bar, "passed": passed})
+    for (H, K, D, S, options), dtype, op in itertools.product(CASES, (jnp.bfloat16, jnp.float32), ops):
+        kv_lens = SHARED_LENS if op == "shared" else KV_LENS
+        q_lens = Q_LENS if op == "prefill" else [1] * len(kv_lens)
+        q, kv, table = inputs(rng, H, K, D, S, dtype, q_lens, kv_lens)
+        split = 128 if options.get("window") else 256  # a window shorter than a split shares nothing
+        if op == "shared":
+            kv = share(kv, table, S, split)
+        queries = q if op == "prefill" else q[: len(kv_lens)]
+        offsets = np.cumsum([0, *q_lens])
+        sinks = rng.normal(size=H) if options.get("sinks") else None
+        opts = {**options, "sinks": None if sinks is None else jnp.asarray(sinks, jnp.float32), "layer": 1}
+        numbers = [np.asarray(a.astype(jnp.float32)) for a in (queries, kv)]
+        true = oracle(*numbers, table, offsets, kv_lens, 1, **{**options, "sinks": sinks})
+        lens, group = jnp.asarray(kv_lens, jnp.int32), pk.LayerGroup((0, 1), K, D, dtype, num_heads=H)
+        errors = {}
+        for name in ("reference", *implementations):
+            arguments = (queries, kv, jnp.asarray(table))
+            keywords = {**opts, "implementation": name}
+            try:
+                if op == "decode":
+                    out = pk.paged_decode_attention(*arguments, lens, **keywords)
+                elif op == "shared":
+                    rows = pk.rows_per_tile(group, S, split=split, implementation=name)
+                    plan = pk.plan_shared_prefix(table, np.asarray(kv_lens), S, split=split, rows_per_tile=rows)
+                    assert plan is not None
+                    out = pk.shared_prefix_attention(*arguments, lens, plan, **keywords)
+                else:
+                    out = pk.ragged_paged_attention(*arguments, jnp.asarray(offsets, jnp.int32), lens, **keywords)
+                errors[name] = float(np.max(np.abs(np.asarray(out.astype(jnp.float32)) - true)))
+            except Exception as error:
+                errors[name] = f"{type(error).__name__}: {str(error)[:160]}"
+        for name in implementations:
+            error = errors[name]
+            bar = 1e-5 if dtype == jnp.float32 else 2 * errors["reference"]
+            passed = error <= bar if isinstance(error, float) else error.startswith("NotImplementedError")
+            good &= passed
+            label = f"{name} {jnp.dtype(dtype).name} {options}"
+            report(f"check {op}", [H, K, D, S], label, {"error": error, "bar": bar, "passed": passed})
     return good

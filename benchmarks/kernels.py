@@ -71,13 +71,32 @@ DECODE_CONFIGS: dict[str, list[dict[str, int]]] = {
         {"block": 128, "split": 2048, "stages": 4},
     ],
 }
-# split, rows of a tile, keys of a tile's block, keys of an own block, warps, stages
-SHARED_CONFIGS = [
-    (1024, 16, 64, 64, 4, 2), (1024, 16, 64, 64, 4, 3), (1024, 32, 64, 64, 4, 2), (1024, 32, 64, 64, 8, 2),
-    (1024, 8, 64, 64, 4, 2), (1024, 8, 64, 64, 4, 3), (1024, 16, 32, 64, 4, 2), (1024, 16, 64, 32, 4, 2),
-    (512, 16, 64, 64, 4, 2), (512, 16, 64, 64, 4, 3), (512, 32, 64, 64, 4, 2), (512, 8, 64, 64, 4, 2),
-    (512, 8, 64, 64, 4, 3), (2048, 16, 64, 64, 4, 2), (1024, 16, 128, 64, 4, 2), (512, 32, 64, 64, 4, 3),
-]  # fmt: skip
+# (split, rows of a tile or None for what suits the kernel, launch parameters)
+SHARED_CONFIGS: dict[str, list[tuple[int, int | None, dict[str, int]]]] = {
+    "triton": [
+        (split, rows, {"tile_block": tile, "own_block": own, "num_warps": warps, "num_stages": stages})
+        for split, rows, tile, own, warps, stages in [
+            (1024, 16, 64, 64, 4, 2), (1024, 16, 64, 64, 4, 3), (1024, 32, 64, 64, 4, 2), (1024, 32, 64, 64, 8, 2),
+            (1024, 8, 64, 64, 4, 2), (1024, 8, 64, 64, 4, 3), (1024, 16, 32, 64, 4, 2), (1024, 16, 64, 32, 4, 2),
+            (512, 16, 64, 64, 4, 2), (512, 16, 64, 64, 4, 3), (512, 32, 64, 64, 4, 2), (512, 8, 64, 64, 4, 2),
+            (512, 8, 64, 64, 4, 3), (2048, 16, 64, 64, 4, 2), (1024, 16, 128, 64, 4, 2), (512, 32, 64, 64, 4, 3),
+        ]
+    ],
+    "mosaic_gpu": [
+        (1024, None, {}),
+        (512, None, {}),
+        (2048, None, {}),
+        (1024, None, {"block_kv": 64, "stages": 4}),
+        (512, None, {"block_kv": 64, "stages": 4}),
+        (2048, None, {"block_kv": 64, "stages": 4}),
+        (1024, None, {"splits_per_step": 4}),
+        (1024, None, {"splits_per_step": 16}),
+        (1024, None, {"merge_warps": 2}),
+        (512, None, {"splits_per_step": 16, "merge_warps": 2}),
+        (1024, None, {"block": 64, "num_warps": 4, "num_stages": 3}),
+        (1024, None, {"block": 64, "num_warps": 2, "num_stages": 4}),
+    ],
+}  # fmt: skip
 # rows x shared tokens of the crossover map; 1024 tokens of each row's own
 CROSSOVER_ROWS, CROSSOVER_SHARED, OWN = (2, 4, 8, 16, 32, 64), (1024, 2048, 4096, 8192, 16384), 1024
 PREFILL_CONFIGS = [
@@ -152,11 +171,13 @@ def time_chain(chain, args) -> dict[str, float]:
     return {"ms": statistics.median(times), "ms_min": times[0], "ms_max": times[-1]}
 
 
-def time_kernels(chain, args) -> float:
-    """Milliseconds per call that the op's own kernels take, by the profiler: without the loop around them."""
+def time_kernels(chain, args) -> dict[str, Any]:
+    """By the profiler, milliseconds per call: the op's own kernels, without the loop around them, and every kernel."""
     rounds = 2
     times = kernel_times(lambda: jax.block_until_ready(chain(jnp.int32(rounds), *args)))
-    return sum(ms for name, (ms, _) in times.items() if "attention" in name) / (rounds * INNER)
+    each = {name: ms / (rounds * INNER) for name, (ms, _) in times.items()}
+    own = sum(ms for name, ms in each.items() if "attention" in name)
+    return {"kernel_ms": own, "kernels": {name: round(ms, 5) for name, ms in each.items() if ms > 5e-4}}
 
 
 def sweep(name, shape, calls, args, report):
@@ -167,7 +188,7 @@ def sweep(name, shape, calls, args, report):
         try:
             chain = future.result()
             row = time_chain(chain, args)
-            row["kernel_ms"] = time_kernels(chain, args)
+            row |= time_kernels(chain, args)
             row["temp_bytes"] = temp_bytes(chain)
         except Exception as error:
             row = {"error": repr(error)[:300]}
@@ -192,12 +213,19 @@ def run_decode(shape, configs, implementations, report):
     sweep("decode", shape, calls, (q, pool, table, lens), report)
 
 
-def shared_call(plan, config, D, split):
-    kernel = kernel_of("shared_prefix_attention", "triton")
+def shared_plan(name, table, lens, H, K, D, S, split=pk.SPLIT, rows=None):
+    """The plan of this table, with tiles that suit the implementation unless `rows` says otherwise."""
+    group = pk.LayerGroup((0,), K, D, jnp.bfloat16, num_heads=H)
+    rows = pk.rows_per_tile(group, S, split=split, implementation=name) if rows is None else rows
+    return pk.plan_shared_prefix(np.asarray(table), np.asarray(lens), S, split=split, rows_per_tile=rows)
+
+
+def shared_call(name, plan, config, D):
+    kernel = kernel_of("shared_prefix_attention", name)
 
     def call(q, layer, pool, table, lens):
         options = {**PLAIN, "scale": D**-0.5, "layer": layer}
-        return kernel(q, pool, table, lens, plan, split=split, config=config, **options)[0]
+        return kernel(q, pool, table, lens, plan, config=config, **options)[0]
 
     return call
 
@@ -207,7 +235,7 @@ def plain_call(D):
     return lambda q, layer, pool, table, lens: plain(q, pool, table, lens, scale=D**-0.5, layer=layer, **PLAIN)[0]
 
 
-def run_shared(shape, report):
+def run_shared(shape, configs, implementations, report):
     """Shared-prefix decode over split sizes, tile sizes and launch parameters, beside plain decode on the same table."""
     B, H, K, D, ctx, S, shared = shape
     pool, table = make_pool(jax.random.key(0), B, K, D, ctx, S)
@@ -223,18 +251,18 @@ def run_shared(shape, report):
         return kernel(q, pool, table[:, -own:], jnp.minimum(lens, own * S), config=config, **options)[0]
 
     calls["own tokens alone"] = own_call
-    for split, rows, tile_block, own_block, warps, stages in SHARED_CONFIGS:
-        if rows > 2 * B:
-            continue
-        plan = pk.plan_shared_prefix(np.asarray(table), np.asarray(lens), S, split=split, rows_per_tile=rows)
-        config = {"tile_block": tile_block, "own_block": own_block, "num_warps": warps, "num_stages": stages}
-        label = f"shared split {split} rows {rows} {json.dumps(config)}"
-        calls[label] = shared_call(plan, config, D, split)
+    for name in implementations:
+        for split, rows, config in configs.get(name, [(pk.SPLIT, None, None)]):
+            if rows is not None and rows > 2 * B:
+                continue
+            plan = shared_plan(name, table, lens, H, K, D, S, split, rows)
+            label = f"{name} split {split} rows {plan.rows_per_tile} {json.dumps(config)}"
+            calls[label] = shared_call(name, plan, config, D)
     sweep("shared", shape, calls, (q, pool, table, lens), report)
 
 
-def run_crossover(H, K, D, report, S=64):
-    """Default launch of both kernels over rows x shared length: where sharing begins to pay."""
+def run_crossover(H, K, D, implementations, report, S=64):
+    """Default launches of plain and shared decode over rows x shared length: where sharing begins to pay."""
     longest = CROSSOVER_SHARED[-1] + OWN
     pool, full = make_pool(jax.random.key(0), CROSSOVER_ROWS[-1], K, D, longest, S)
     cases = []
@@ -242,13 +270,15 @@ def run_crossover(H, K, D, report, S=64):
         table = full[:rows, : (shared + OWN) // S].at[:, : shared // S].set(full[0, : shared // S])
         lens = jnp.full((rows,), shared + OWN, jnp.int32)
         q = jax.random.normal(jax.random.key(1), (rows, H, D), jnp.bfloat16)
-        plan = pk.plan_shared_prefix(np.asarray(table), np.asarray(lens), S)
-        for label, call in (("plain", plain_call(D)), ("shared", shared_call(plan, None, D, pk.SPLIT))):
+        calls = {"plain": plain_call(D)}
+        for name in implementations:
+            calls[f"shared {name}"] = shared_call(name, shared_plan(name, table, lens, H, K, D, S), None, D)
+        for label, call in calls.items():
             cases.append(([rows, H, K, D, shared + OWN, S, shared], label, call, (q, pool, table, lens)))
     with concurrent.futures.ThreadPoolExecutor(14) as threads:
         chains = list(threads.map(lambda case: compile_chain(case[2], case[3]), cases))
     for (shape, label, _, args), chain in zip(cases, chains, strict=True):
-        report("crossover", shape, label, time_chain(chain, args) | {"kernel_ms": time_kernels(chain, args)})
+        report("crossover", shape, label, time_chain(chain, args) | time_kernels(chain, args))
 
 
 def run_window(report):
@@ -401,16 +431,17 @@ def main() -> None:
         compiling.wait(timeout=240)
     decode_configs = DECODE_CONFIGS if options.tune else {}
     prefill_configs = {"triton": PREFILL_CONFIGS} if options.tune else {}
+    shared_configs = SHARED_CONFIGS if options.tune else {}
     for shape in decode if "decode" in only else []:
         run_decode(shape, decode_configs, names, report)
     for shape in prefill if "prefill" in only else []:
         run_prefill(shape, prefill_configs, names, report)
     for shape in decode if "shared" in only else []:
         if shape[6]:
-            run_shared(shape, report)
+            run_shared(shape, shared_configs, names, report)
     if "crossover" in only:
-        run_crossover(32, 8, 128, report)
-        run_crossover(64, 8, 64, report)
+        run_crossover(32, 8, 128, names, report)
+        run_crossover(64, 8, 64, names, report)
     if "window" in only:
         run_window(report)
     if "append" in only:

@@ -6,6 +6,7 @@ The simulation runs in a process of its own, with more threads than a small mach
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -41,6 +42,7 @@ class Simulated:
     block_kv: int = 64
     split: int = SPLIT
     groups: tuple[Any, ...] = GROUPS
+    ended: bool = False  # the row whose table the first tile reads has ended since the plan was made
 
 
 def paged(name: str, heads: int, kv_heads: int, head_dim: int, **options: Any) -> PagedCase:
@@ -52,9 +54,10 @@ LONG_KEYS = tuple(300 - 7 * row for row in range(20))
 CASES = {
     simulated.case.name: simulated
     for simulated in (
-        Simulated(paged("group4_dim64_sinks", 4, 1, 64, sinks=True), 32),
+        Simulated(paged("group4_dim64_sinks", 4, 1, 64, sinks=True), 32, ended=True),
         Simulated(paged("group8_dim128_soft_cap", 8, 1, 128, soft_cap=5.0, dtype=jnp.float16), 16),
         Simulated(paged("group4_dim128_two_kv_heads", 8, 2, 128, page_size=32, sinks=True, scale=0.2), 16, slow=True),
+        Simulated(paged("nothing_shared", 4, 1, 64), 32, slow=True, groups=()),
         Simulated(paged("group3_dim64", 3, 1, 64, page_size=64), 128, slow=True),
         Simulated(
             paged("two_tiles_of_a_group", 16, 2, 64, keys=LONG_KEYS, page_size=16), 16, slow=True, block_kv=128,
@@ -71,7 +74,14 @@ def problem(simulated: Simulated) -> tuple[Any, pk.SharedPrefixPlan, tuple[Any, 
         inputs.page_table, inputs.kv_lens, simulated.case.page_size, split=simulated.split,
         rows_per_tile=simulated.rows_per_tile,
     )  # fmt: skip
-    assert plan is not None
+    if plan is None:
+        columns, size = inputs.page_table.shape[1], simulated.case.page_size
+        plan = pk.empty_plan(len(KEYS), columns, size, 2, split=simulated.split, rows_per_tile=simulated.rows_per_tile)
+    if simulated.ended:
+        lens = inputs.kv_lens.copy()
+        lens[plan.order[plan.tiles[0, 1]]] = 0
+        case = dataclasses.replace(simulated.case, rows=tuple((1, int(n)) for n in lens))
+        inputs = dataclasses.replace(inputs, case=case, kv_lens=lens)
     arrays = tuple(jnp.asarray(a) for a in (inputs.q, inputs.pool, inputs.page_table, inputs.kv_lens))
     return inputs, plan, arrays, {**inputs.options, "layer": inputs.case.layer, "return_lse": True}
 
@@ -99,6 +109,7 @@ def simulate(names: list[str]) -> None:
             "reference": float(np.abs(np.asarray(plain[0], np.float64) - want[0]).max()),
             "lse": float(np.abs(lse[live] - want[1][live]).max()),
             "same_empty": bool((np.isneginf(lse) == ~live).all() and not out[~live].any()),
+            "nothing_shared": not simulated.groups,
             "tiles": int((np.asarray(plan.tiles)[:, 0] >= 0).sum()),
         }
     print(json.dumps(report))
@@ -116,7 +127,7 @@ def check_simulated(names: list[str]) -> None:
     assert process.returncode == 0, process.stderr[-3000:]
     assert "RACE" not in process.stdout + process.stderr
     for name, result in json.loads(process.stdout.splitlines()[-1]).items():
-        assert result["tiles"] >= 3, name
+        assert (result["tiles"] == 0) if result["nothing_shared"] else (result["tiles"] >= 3), name
         assert result["out"] <= 2 * result["reference"] + 1e-6, (name, result)
         assert result["lse"] < 1e-4, name
         assert result["same_empty"], name
