@@ -1,6 +1,6 @@
 """Host pages to the device and back at the shapes of real models, beside the rate of one large pinned copy.
 
-    python -m benchmarks.transfers OUT.json [--pages 64]
+    python -m benchmarks.transfers OUT.json [--pages 256]
 
 The page copies are the engine's own (`prefix_reuse.transfer.PageTransfer`): gather and scatter included, random page numbers,
 all layers and groups of a page. GB/s are 1e9 bytes a second, medians of REPEATS; "link" is a copy of one array of 1 GB.
@@ -88,7 +88,7 @@ def page_rates(groups: tuple[LayerGroup, ...], device: Any, num_pages: int) -> d
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--pages", type=int, default=64)
+    parser.add_argument("--pages", type=int, default=256)
     parser.add_argument("--link-bytes", type=int, default=1 << 30)
     options = parser.parse_args()
     device = jax.devices()[0]

@@ -13,17 +13,15 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import scatter_pages
 from prefix_reuse.errors import TransferError
 from prefix_reuse.steps import CompilationCounter
 
 Payload = tuple[jax.Array, ...]
 """One page: for each layer group an array [L, *page_shape] in pinned host memory."""
 
-LARGEST_COPY = 16
+LARGEST_COPY = 64
 """Pages moved by one jitted call at most; larger moves are split into powers of two, so that few shapes are compiled."""
 
 
@@ -119,9 +117,10 @@ def _gather(pools: tuple[jax.Array, ...], ids: tuple[jax.Array, ...], size: int)
 
 
 def _load(pools: tuple[jax.Array, ...], ids: tuple[jax.Array, ...], payloads: list[Payload]) -> tuple[jax.Array, ...]:
-    """Donates `pools`."""
-    out = []
-    for group, (pool, group_ids) in enumerate(zip(pools, ids, strict=True)):
-        pages = [jax.device_put(payload[group], jax.memory.Space.Device) for payload in payloads]
-        out.append(scatter_pages(pool, group_ids, jnp.stack(pages)))
+    """Donates `pools`. Page by page, so that one is written into the pool while the next is on the link."""
+    out = list(pools)
+    for i, payload in enumerate(payloads):
+        for group, page in enumerate(payload):
+            here = jax.device_put(page, jax.memory.Space.Device)
+            out[group] = jax.lax.dynamic_update_index_in_dim(out[group], here, ids[group][i], axis=1)
     return tuple(out)
