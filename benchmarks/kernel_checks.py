@@ -97,8 +97,8 @@ def run(implementations, ops, report) -> bool:
         offsets = np.cumsum([0, *q_lens])
         sinks = rng.normal(size=H) if options.get("sinks") else None
         opts = {**options, "sinks": None if sinks is None else jnp.asarray(sinks, jnp.float32), "layer": 1}
-        numbers = [np.asarray(a.astype(jnp.float32)) for a in (queries, kv)]
-        true = oracle(*numbers, table, offsets, kv_lens, 1, **{**options, "sinks": sinks})
+        q_numbers, kv_numbers = (np.asarray(a.astype(jnp.float32)) for a in (queries, kv))
+        true = oracle(q_numbers, kv_numbers, table, offsets, kv_lens, 1, **{**options, "sinks": sinks})
         lens, group = jnp.asarray(kv_lens, jnp.int32), pk.LayerGroup((0, 1), K, D, dtype, num_heads=H)
         errors = {}
         for name in ("reference", *implementations):

@@ -256,6 +256,8 @@ def run_shared(shape, configs, implementations, report):
             if rows is not None and rows > 2 * B:
                 continue
             plan = shared_plan(name, table, lens, H, K, D, S, split, rows)
+            if plan is None:
+                continue
             label = f"{name} split {split} rows {plan.rows_per_tile} {json.dumps(config)}"
             calls[label] = shared_call(name, plan, config, D)
     sweep("shared", shape, calls, (q, pool, table, lens), report)

@@ -186,23 +186,23 @@ def _tile_states(
 
 def tile_items(plan: SharedPrefixPlan, head_groups: int, block_kv: int) -> tuple[jax.Array, jax.Array]:
     """Items of the prefill kernel, int32 `[T * head_groups, FIELDS]`, and int32 `[1]`, how many of them are real."""
-    split, first, end = (jnp.asarray(column) for column in plan.tiles.T)
-    num_tiles, blocks = split.shape[0], plan.split // block_kv
+    split, first, end = (jnp.asarray(column)[:, None] for column in plan.tiles.T)
+    num_tiles, blocks = plan.tiles.shape[0], plan.split // block_kv
     token = first // schedule.ALIGN * schedule.ALIGN
     fields = {
         schedule.ROW: jnp.asarray(plan.order)[first],
+        schedule.HEADS: jnp.arange(head_groups, dtype=jnp.int32),
         schedule.TOKEN: token,
         schedule.FIRST: first - token,
         schedule.LAST: end - token,
-        schedule.POSITION: jnp.full_like(split, BEHIND),
+        schedule.POSITION: jnp.int32(BEHIND),
         schedule.BEGIN: split * blocks,
         schedule.END: (split + 1) * blocks,
-        schedule.SLOT: jnp.arange(num_tiles, dtype=jnp.int32),
+        schedule.SLOT: jnp.arange(num_tiles, dtype=jnp.int32)[:, None],
         schedule.CHUNK: split,
         schedule.KV_LEN: (split + 1) * plan.split,
     }
-    each = jnp.stack([fields.get(number, jnp.zeros_like(split)) for number in range(schedule.FIELDS)], axis=1)
-    items = jnp.repeat(each[:, None], head_groups, axis=1)
-    items = items.at[:, :, schedule.HEADS].set(jnp.arange(head_groups, dtype=jnp.int32))
+    shape = num_tiles, head_groups
+    items = jnp.stack([jnp.broadcast_to(fields[number], shape) for number in range(schedule.FIELDS)], axis=-1)
     count = jnp.sum(split >= 0, dtype=jnp.int32) * head_groups
     return items.reshape(num_tiles * head_groups, schedule.FIELDS), count[None]

@@ -7,6 +7,7 @@ The simulation runs in a process of its own, with more threads than a small mach
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -94,14 +95,14 @@ def simulate(names: list[str]) -> None:
     report = {}
     for name in names:
         simulated = CASES[name]
-        inputs, plan, arrays, options = problem(simulated)
+        inputs, plan, (q, pool, table, lens), options = problem(simulated)
         config = {"num_blocks": 2, "block_kv": simulated.block_kv, "stages": 2, "block": 32, "splits_per_step": 2}
         scale = simulated.case.head_dim**-0.5 if options["scale"] is None else options["scale"]
         got = mosaic_gpu.shared_prefix_attention(
-            *arrays, plan, **{**options, "scale": scale, "layer": jnp.int32(options["layer"])}, config=config,
+            q, pool, table, lens, plan, **{**options, "scale": scale, "layer": jnp.int32(options["layer"])}, config=config,
             interpret=interpret,
         )  # fmt: skip
-        plain = pk.paged_decode_attention(*arrays, implementation="reference", **options)
+        plain = pk.paged_decode_attention(q, pool, table, lens, implementation="reference", **options)
         (out, lse), want = (tuple(np.asarray(x, np.float64) for x in pair) for pair in (got, attention_oracle(inputs)))
         live = np.isfinite(want[1])
         report[name] = {
@@ -201,8 +202,8 @@ def test_unsupported_cases_say_so_in_one_sentence(heads, head_dim, dtype, rows_p
     options = {name: value for name, value in options.items() if name != "split"}
     with pytest.raises(NotImplementedError, match=message):
         jax.eval_shape(
-            lambda *a: pk.shared_prefix_attention(*a, plan, layer=0, implementation="mosaic_gpu", **options),
-            q, pool, table, lens,
+            functools.partial(pk.shared_prefix_attention, layer=0, implementation="mosaic_gpu", **options),
+            q, pool, table, lens, plan,
         )  # fmt: skip
 
 
