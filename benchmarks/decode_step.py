@@ -115,10 +115,12 @@ def make_inputs(model: Any, B: int, context: int, steps: int, plan: Any) -> Deco
     return jax.device_put(DecodeInputs(**arrays))
 
 
-def measure(model: Any, state: Any, B: int, context: int, plan: Any, profiled: bool) -> tuple[dict[str, Any], Any]:
+def measure(
+    model: Any, state: Any, B: int, context: int, plan: Any, profiled: bool, xla: dict[str, str]
+) -> tuple[dict[str, Any], Any]:
     """Times of one step, and the pool that comes back."""
     attend = make_attend(model.kv_groups)
-    step = jit_step(partial(decode_steps, model, attend, LONG), jax.devices()[0])
+    step = jit_step(partial(decode_steps, model, attend, LONG), jax.devices()[0], **xla)
     batches = {n: make_inputs(model, B, context, n, plan) for n in (SHORT, LONG)}
     started = time.perf_counter()
     program = step.lower(model.params, (state,), batches[SHORT]).compile()
@@ -153,7 +155,11 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=CONTEXT)
     parser.add_argument("--shared", type=int, default=SHARED)
     parser.add_argument("--profile", action="store_true", help="kernel times of every case")
+    parser.add_argument(
+        "--xla", action="append", default=[], metavar="OPTION=VALUE", help="compile with this XLA option"
+    )
     options = parser.parse_args()
+    xla = dict(option.split("=", 1) for option in options.xla)
     sizes = [int(n) for n in options.rows.split(",")]
     model = models.from_config({**QWEN3_8B, "num_hidden_layers": options.layers})
     weights = sum(a.nbytes for a in jax.tree.leaves(model.params)) - model.params["embed"].nbytes
@@ -184,7 +190,7 @@ def main() -> None:
         state = rebuild(state, table, np.full(most, head, np.int32), lens)
         lanes = pk.rows_per_tile(group, PAGE)
         plan = pk.plan_shared_prefix(table[:B], lens[:B], PAGE, rows_per_tile=lanes) if planned else None
-        times, state = measure(model, state, B, options.context, plan, options.profile)
+        times, state = measure(model, state, B, options.context, plan, options.profile, xla)
         read = weights + (shared + B * (options.context - shared)) * token_bytes
         limit = read / rate * 1e3
         row = {"B": B, "own": options.context - shared, "shared": shared, "shared_reads": planned, "limit_ms": limit}

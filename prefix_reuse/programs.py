@@ -55,14 +55,15 @@ class Programs:
         return (*shape, config.attention, config.decode_steps, device)
 
 
-def jit_step(step: Callable[..., Any], device: Any) -> Any:
-    """`step(params, pools, inputs)` jitted, its pools donated.
+def jit_step(step: Callable[..., Any], device: Any, **options: Any) -> Any:
+    """`step(params, pools, inputs)` jitted, its pools donated; `options` are XLA's, beside the default ones.
 
     On a GPU XLA must not compute anything twice to save memory: it takes the pools, which it was given and returns, for
     memory that the step needs, and beside a pool that fills the card it recomputed every projection three times.
     """
-    options = {"xla_gpu_memory_limit_slop_factor": 10_000} if device.platform == "gpu" else None
-    return jax.jit(step, donate_argnums=1, compiler_options=options)
+    if device.platform == "gpu":
+        options = {"xla_gpu_memory_limit_slop_factor": 10_000, **options}
+    return jax.jit(step, donate_argnums=1, compiler_options=options or None)
 
 
 def _poison(kv_pages: jax.Array, page: jax.Array) -> jax.Array:
