@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.layout import LayerGroup
 from prefix_reuse.errors import ConfigError, UnsupportedAttentionError
+from prefix_reuse.geometry import StoreGeometry
 from prefix_reuse.steps import PagedModel
 
 INCOMPLETE_REGISTRY = "incomplete-paged-layer-registry"
@@ -27,14 +26,6 @@ class PrefixReuseCapability:
     detail: str
     store_identity: str
     """Names the page geometry of the store that the model would be bound to; equal for equal geometry."""
-
-
-def store_identity(groups: tuple[LayerGroup, ...], page_size: int) -> str:
-    """A short process-independent name of a page geometry."""
-    text = ";".join(
-        f"{g.layers}/{g.num_kv_heads}/{g.head_dim}/{jnp.dtype(g.dtype).name}/{g.window}/{page_size}" for g in groups
-    )
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def check_model(model: Any) -> None:
@@ -67,7 +58,7 @@ def get_prefix_reuse_capability(model: PagedModel, page_size: int) -> PrefixReus
 
     Each layer 0..L-1 must attend exactly once per forward, with the K/V shape and dtype of its group.
     """
-    identity = store_identity(model.kv_groups, page_size)
+    identity = StoreGeometry.of(model.kv_groups, page_size).identity
     group_of = {layer: group for group in model.kv_groups for layer in group.layers}
     visited: list[int] = []
     problems: list[str] = []

@@ -22,6 +22,8 @@ class EngineConfig:
     """Pages in the device pool of each layer group."""
     num_host_pages: int = 1024
     """Pages in the host store."""
+    max_host_bytes: int | None = None
+    """Bytes of the host store at most; lowers `num_host_pages`. None = no cap in bytes."""
     max_rows: int = 8
     """Sequences that hold device pages at once (rows of the page table)."""
     max_context: int | None = None
@@ -55,6 +57,9 @@ class EngineConfig:
     revision: str = ""
     """Free text that joins the namespace: a model revision, an experiment id."""
 
+    snapshot_dir: str | None = None
+    """Folder of a snapshot of the cache: loaded when the engine starts, written by `engine.cache.save_snapshot()`. Acts only
+    with `enable_prefix_reuse`."""
     integrity: bool = False
     """Checksum every indexed page per layer and check it when it is reused."""
     poison: bool = False
@@ -77,7 +82,7 @@ class EngineConfig:
         for name in ("num_device_pages", "num_host_pages", "max_rows", "decode_steps", "max_stop_ids"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_context", "max_index_entries"):
+        for name in ("max_context", "max_index_entries", "max_host_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1 or None, got {value}")

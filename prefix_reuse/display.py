@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -69,6 +70,12 @@ def stats_table(stats: Any, title: str = "engine") -> Table:
         for name, value in rows:
             table.add_row(name, value)
     return table
+
+
+def html_table(caption: str, lines: Iterable[tuple[str, str]]) -> str:
+    """(name, value) lines as a small HTML table, for `_repr_html_`."""
+    rows = "".join(f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>" for name, value in lines)
+    return f"<table><caption>{html.escape(caption)}</caption>{rows}</table>"
 
 
 def stats_sections(stats: Any) -> list[tuple[str, list[tuple[str, str]]]]:

@@ -9,7 +9,7 @@ One `step()` lands finished copies, admits, prefills one batch, decodes to the n
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import importlib.metadata
 import math
 import os
 import time
@@ -19,18 +19,22 @@ from typing import Any
 import jax
 import numpy as np
 
+from prefix_reuse.binding import bind_store
+from prefix_reuse.cache import PrefixCache
 from prefix_reuse.capability import PrefixReuseCapability, check_model, get_prefix_reuse_capability
 from prefix_reuse.config import EngineConfig, SamplingParams
 from prefix_reuse.errors import (
     ConfigError,
     InvalidRequestError,
     PrefixReuseError,
+    SnapshotError,
     UnknownRequestError,
 )
+from prefix_reuse.geometry import StoreGeometry, canonical_device
 from prefix_reuse.hashing import weight_fingerprint
 from prefix_reuse.host_store import HostPageStore
-from prefix_reuse.index import PrefixIndex
 from prefix_reuse.intake import Intake, Prompt, is_single_prompt
+from prefix_reuse.memory import LOG, plan_memory
 from prefix_reuse.offload import Offloader
 from prefix_reuse.outputs import (
     RequestOutput,
@@ -44,6 +48,7 @@ from prefix_reuse.runner import DeviceRunner, check_refused, stop_ids_of
 from prefix_reuse.scheduler import Scheduler
 from prefix_reuse.sequence import Sequence as Row
 from prefix_reuse.sequence import SequenceState
+from prefix_reuse.snapshot_format import Identity, Refusal
 from prefix_reuse.stats import EngineCounters, EngineStats
 from prefix_reuse.steps import PagedModel
 from prefix_reuse.stream import TokenStream
@@ -63,8 +68,10 @@ class Engine:
     Args:
       model: see `steps.PagedModel`; `models.load` gives ready ones.
       config: sizes and stages.
-      device: a JAX device; default the first one.
+      device: a JAX device, its name, or a sharding of one device; default the first one.
       programs: jitted programs of another engine of this model, to compile them only once.
+      store: a host store to share with other engines or to outlive this one; default one of its own. A store of another
+        geometry is left alone: the engine then runs cold and `stats().disabled_reason` says why.
       clock: seconds, monotonic; replaceable in tests.
 
     Raises:
@@ -78,45 +85,58 @@ class Engine:
         *,
         device: Any = None,
         programs: Programs | None = None,
+        store: HostPageStore | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
         config = config or EngineConfig()
         check_model(model)
         self.model, self.config, self._clock = model, config, clock
         self.max_context = min(config.max_context or model.max_context, model.max_context)
-        pool_tokens = min(config.num_device_pages, config.num_host_pages) * config.page_size
+        self.memory = plan_memory(model, config)
+        device = canonical_device(device)
+        geometry = StoreGeometry.of(model.kv_groups, config.page_size, device)
+        capability = get_prefix_reuse_capability(model, config.page_size)
+        self.store, self.capability = bind_store(store, config, self.memory.host_pages, geometry, capability)
+        pool_tokens = min(config.num_device_pages, self.store.num_pages) * config.page_size
         if min(pool_tokens, self.max_context) < 2:
             raise ConfigError(
                 f"pools of {pool_tokens} tokens and a context of {self.max_context} hold no prompt + 1 token"
             )
         self.pool_tokens = pool_tokens
-        self.capability = get_prefix_reuse_capability(model, config.page_size)
         self.active = config.m1 and self.capability.supported
         self.counters = EngineCounters()
-        index = None
-        if self.active:
-            index = PrefixIndex(config.page_size, max_entries=config.max_index_entries)
-        self.cache = HostPageStore(
-            config.num_host_pages,
-            config.page_size,
-            index=index,
-            on_free=self._host_pages_freed,
-            integrity=config.integrity,
-            poison=nan_payload if config.poison else None,
-            disabled_reason=self.disabled_reason,
-        )
         if config.compilation_cache:
             enable_compilation_cache()
-        device = device or jax.devices()[0]
         self.programs = programs or Programs(model, config, device)
         self.runner = DeviceRunner(model, config, self.max_context, device, self.programs)
-        self.scheduler = Scheduler(config, self.cache, self.runner, self.counters)
-        self.offloader = Offloader(config, self.cache, self.runner, self.scheduler, self.counters)
+        self.store.listen(self._host_pages_freed)
+        self.scheduler = Scheduler(config, self.store, self.runner, self.counters)
+        self.offloader = Offloader(config, self.store, self.runner, self.scheduler, self.counters)
         fingerprint = weight_fingerprint(self.runner.params) if self.active else ""
         self.intake = Intake(model, config, self.capability, self.max_context, pool_tokens, fingerprint)
+        platform = {"device": device.device_kind, "jaxlib": importlib.metadata.version("jaxlib")}
+        self.cache = PrefixCache(
+            self.store,
+            self.intake,
+            adopt=self.programs.transfer.adopt,
+            land=self.offloader.land,
+            identity=lambda: Identity(self.intake.base_namespace(), geometry, platform),
+            counters=self.counters.snapshot,
+            snapshot_dir=config.snapshot_dir,
+        )
         self._requests: dict[int, _Request] = {}
-        self._ids = itertools.count()
+        self._ids = self.store.ids
         self._finished: list[RequestOutput] = []
+        if self.active and config.snapshot_dir is not None:
+            self._load_snapshot()
+
+    def _load_snapshot(self) -> None:
+        """A snapshot that must not be used is no reason not to start: the engine starts cold and the stats say why."""
+        try:
+            LOG.info("%s", self.cache.load_snapshot())
+        except (SnapshotError, OSError) as error:
+            if getattr(error, "reason", "") != Refusal.NONE:
+                LOG.warning("the snapshot is not used: %s", error)
 
     @classmethod
     def from_checkpoint(
@@ -444,13 +464,11 @@ class Engine:
 
     def evict_host_entries(self, n: int) -> int:
         """Evicts up to n index entries that no row uses, by the index's policy. Returns how many pages went."""
-        self.offloader.land()
-        return len(self.cache.evict_entries(n)) if self.active else 0
+        return self.cache.evict(n)
 
     def clear_cache(self) -> int:
         """Drops every index entry; pages in use are freed when their rows end. Returns the entries dropped."""
-        self.offloader.land()
-        return len(self.cache.clear()) if self.active else 0
+        return self.cache.clear()
 
     def update_params(self, params: Any) -> None:
         """Replaces the weights (same shapes). All cached pages are dropped: they belong to the old weights.
@@ -621,14 +639,15 @@ class Engine:
             prefill=copy(counters.prefill),
             decode=copy(counters.decode),
             faults=copy(counters.faults),
+            snapshot=copy(counters.snapshot),
             device=tuple(account.stats() for account in self.runner.accounts),
-            host=self.cache.stats(),
+            host=self.store.stats(),
             compilations=dict(self.programs.counter.counts),
         )
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError` when host store, accounts and live rows disagree (device arrays are not read)."""
-        self.cache.check_integrity()
+        self.store.check_integrity()
         for account in self.runner.accounts:
             account.check_integrity()
 
@@ -638,8 +657,3 @@ def enable_compilation_cache() -> None:
     if jax.config.jax_compilation_cache_dir is None:
         root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         jax.config.update("jax_compilation_cache_dir", os.path.join(root, "prefix_reuse", "xla"))
-
-
-def nan_payload(payload: Any) -> Any:
-    """What poison mode leaves in the slot of a freed host page: the same shape, all NaN."""
-    return tuple(np.full(page.shape, np.nan, page.dtype) for page in payload)

@@ -65,3 +65,19 @@ class TransferError(PrefixReuseError):
 
 class IntegrityError(PrefixReuseError):
     """Stored state contradicts itself: a broken invariant or a checksum that does not match."""
+
+
+class GeometryError(PrefixReuseError, ValueError):
+    """A host store and pages (of a model, an export, a file) that do not fit each other; `reason` is a stable word."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+
+
+class SnapshotError(PrefixReuseError):
+    """A snapshot that cannot be written or must not be used; `reason` is a stable word (`snapshot_format.Refusal`)."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = str(reason)

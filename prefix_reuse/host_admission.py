@@ -79,16 +79,31 @@ class HostAdmission(StoreState):
         for pages in group.private_pages:
             self._release_refs(pages)
 
-    def acquire(self, tokens: Any, namespace: bytes) -> PrefixLease:
-        """Look up `tokens` and hold the match: a request that waits keeps its hit."""
+    def acquire(self, tokens: Any, namespace: bytes, *, counted: bool = True) -> PrefixLease:
+        """Look up `tokens` and hold the match: a request that waits keeps its hit.
+
+        `counted=False` refreshes the match but joins no hit or miss counter (a hold that is no request).
+        """
         tokens = as_tokens(tokens)
+        self.collect()
         if self.index is None:
             match = PrefixMatch(NO_PAGES, 0, MissReason.REUSE_OFF)
-        else:
+        elif counted:
             match = self.index.lookup(tokens, namespace)
             self._count_match(match)
+        else:
+            match = self.index.peek(tokens, namespace)
+            self.index.commit(tokens, match.page_ids, namespace)  # nothing new in it: refreshes what is there
         self._retain(match.page_ids)
         return self._new_lease(match)
+
+    def hold_again(self, lease: PrefixLease) -> PrefixLease:
+        """A second, independent lease on the pages of a live one. Raises `LeaseError` when it is not live any more."""
+        if not lease.is_live:
+            raise LeaseError(f"{lease!r} holds nothing any more")
+        self.collect()
+        self._retain(lease.page_ids)
+        return self._new_lease(lease.match)
 
     def _new_lease(self, match: PrefixMatch) -> PrefixLease:
         lease = PrefixLease(match, self._release_refs, self._leases.discard)

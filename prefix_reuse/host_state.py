@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import weakref
+from collections import deque
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import numpy as np
 
-from prefix_reuse.errors import ConfigError, HostPagesExhausted, UnknownRequestError
+from prefix_reuse.errors import ConfigError, GeometryError, HostPagesExhausted, UnknownRequestError
+from prefix_reuse.geometry import NOT_BOUND, StoreGeometry, check_bindable
 from prefix_reuse.host_accounts import PageAccounts
 from prefix_reuse.host_types import HostCounters, PrefixRequest, PreparedGroup, SequenceId
 from prefix_reuse.index import PrefixIndex, Undo
@@ -63,12 +68,18 @@ class StoreState:
         self.page_bytes = page_bytes
         self.index = index
         self.disabled_reason = disabled_reason if index is None else ""
-        self.geometry: Any = None
+        self.geometry: StoreGeometry | None = None
+        """What its pages look like, once bound."""
+        self.ids = itertools.count()
+        """Sequence ids for whoever uses this store, so that two engines on one store never give the same id."""
         self.accounts = PageAccounts(num_pages)
         self.payloads = np.empty(num_pages, object)
         self.checksums = PageChecksums() if integrity else None
         self.counters = HostCounters()
-        self._on_free = on_free
+        self._listeners: list[Callable[[], Callable[[np.ndarray], None] | None]] = []
+        if on_free is not None:
+            self.listen(on_free)
+        self._dropped: deque[PrefixLease] = deque()
         self._poison = poison
         self._copy_payload = copy_payload
         self._fault = fault
@@ -77,6 +88,49 @@ class StoreState:
         self._groups: set[PreparedGroup] = set()
         if index is not None:
             index.bind_busy(self.accounts.in_use)
+
+    def bind(self, geometry: StoreGeometry) -> None:
+        """From now on the pages of this store have this geometry. Binding an equal one again changes nothing.
+
+        Raises:
+            GeometryError: another geometry or device, or a store without index; nothing has changed.
+        """
+        check_bindable(self, geometry)
+        if self.geometry is None or not self.geometry.device:
+            self.geometry = geometry
+            self.page_bytes = geometry.page_bytes
+
+    def listen(self, on_free: Callable[[np.ndarray], None]) -> None:
+        """One more that is told which pages became free; a bound method is held weakly, and once."""
+        if all(listener() != on_free for listener in self._listeners):
+            weak = isinstance(on_free, MethodType)
+            self._listeners.append(weakref.WeakMethod(on_free) if weak else lambda: on_free)
+
+    def bound_geometry(self) -> StoreGeometry:
+        """The geometry; raises `GeometryError` when the store was never bound: then nobody knows what a page must be."""
+        if self.geometry is None:
+            raise GeometryError(NOT_BOUND, "bind the store to the geometry of its pages first")
+        return self.geometry
+
+    @property
+    def identity(self) -> str:
+        """Names the geometry that the store is bound to; empty before."""
+        return "" if self.geometry is None else self.geometry.identity
+
+    def drop_later(self, lease: PrefixLease) -> None:
+        """The holder of `lease` is gone. Safe at any moment, in any thread: the references go back with the next operation.
+
+        Garbage collection may run in the middle of an operation on this store, whose undo steps rely on nobody else
+        changing the counts.
+        """
+        self._dropped.append(lease)
+
+    def collect(self) -> None:
+        """Return the references of leases whose holders were garbage collected."""
+        while self._dropped:
+            lease = self._dropped.popleft()
+            if lease.is_live:
+                lease.abort(lease.owner)
 
     @property
     def memory_bytes(self) -> int | None:
@@ -153,8 +207,12 @@ class StoreState:
                 if self.payloads[page] is not None:
                     self.payloads[page] = self._poison(self.payloads[page])
         self._forget_checksums(freed)
-        if self._on_free is not None:
-            self._on_free(freed)
+        for listener in self._listeners[:]:
+            on_free = listener()
+            if on_free is None:
+                self._listeners.remove(listener)  # its engine is gone
+            else:
+                on_free(freed)
 
     def _forget_checksums(self, ids: np.ndarray) -> None:
         if self.checksums is not None:
@@ -173,9 +231,10 @@ class Transaction:
     def __init__(self, store: StoreState) -> None:
         self._store = store
         self._undo: Undo = []
-        self._before = vars(store.counters).copy()
 
     def __enter__(self) -> Undo:
+        self._store.collect()
+        self._before = vars(self._store.counters).copy()
         return self._undo
 
     def __exit__(self, kind: object, *_: object) -> None:

@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from prefix_reuse.host_admission import HostAdmission
+from prefix_reuse.host_archive import HostArchive
 from prefix_reuse.host_check import check_store, host_stats
 from prefix_reuse.host_copies import HostCopies
 from prefix_reuse.host_entries import HostEntries
@@ -30,7 +31,7 @@ __all__ = [
 ]
 
 
-class HostPageStore(HostAdmission, HostRows, HostCopies, HostEntries):
+class HostPageStore(HostAdmission, HostArchive, HostRows, HostCopies, HostEntries):
     """A fixed number of host pages, shared page by page between sequences with a common beginning.
 
     Args:
@@ -52,6 +53,7 @@ class HostPageStore(HostAdmission, HostRows, HostCopies, HostEntries):
 
     def stats(self) -> HostStats:
         """Page figures as of now and counters since the start."""
+        self.collect()
         return host_stats(self)
 
     def snapshot_counters(self) -> dict[str, Any]:
@@ -75,4 +77,5 @@ class HostPageStore(HostAdmission, HostRows, HostCopies, HostEntries):
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` naming the first broken invariant of counts, rows, leases, free list or index."""
+        self.collect()
         check_store(self)

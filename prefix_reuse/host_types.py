@@ -132,6 +132,7 @@ class HostCounters:
     copies_failed: int = 0
     copies_on_write: int = 0
     dropped_entries: int = 0
+    imported_pages: int = 0
     rollbacks: int = 0
 
 
@@ -168,6 +169,7 @@ class HostStats(Readable):
     copies_failed: int
     copies_on_write: int
     dropped_entries: int
+    imported_pages: int
     enabled: bool
     active: bool
     disabled_reason: str

@@ -92,14 +92,19 @@ class Intake:
         key = (salt, adapter)
         if key not in self._namespaces:
             self._namespaces[key] = (
-                self._base_namespace().replace(adapter=adapter or None, tenant_salt=salt or None).digest
+                self.base_namespace().replace(adapter=adapter or None, tenant_salt=salt or None).digest
             )
         return self._namespaces[key]
 
-    def _base_namespace(self) -> Namespace:
+    def base_namespace(self) -> Namespace:
+        """The namespace without salt and adapter."""
         identity = dict(getattr(self.model, "identity", None) or {})
         groups = self.model.kv_groups
         identity.setdefault("model_id", self.model.name)
+        tokenizer = getattr(self.model, "tokenizer", None)
+        known = "none" if tokenizer is None else getattr(tokenizer, "digest", None)
+        identity.setdefault("tokenizer", known)
+        identity.setdefault("position_config", identity.get("config"))  # the whole config: RoPE and windows included
         if self.config.revision:
             identity["revision"] = f"{identity.get('revision') or ''}|{self.config.revision}"
         return Namespace.from_identity(

@@ -75,11 +75,28 @@ class FaultCounters:
 
 
 @dataclass
+class SnapshotCounters:
+    """Saves and loads of host pages (prefixes and whole caches)."""
+
+    saved_pages: int = 0
+    loaded_pages: int = 0
+    faults: int = 0
+    """Damaged pages that were found."""
+    dropped_pages: int = 0
+    """Those, and the pages that follow them."""
+    damaged_sets: int = 0
+    """Sets that were not whole, so that an older one was used."""
+    refused: str = ""
+    """Reason of the last load that was refused (`snapshot_format.Refusal`)."""
+
+
+@dataclass
 class EngineCounters:
     requests: RequestCounters = field(default_factory=RequestCounters)
     prefill: PrefillCounters = field(default_factory=PrefillCounters)
     decode: DecodeCounters = field(default_factory=DecodeCounters)
     faults: FaultCounters = field(default_factory=FaultCounters)
+    snapshot: SnapshotCounters = field(default_factory=SnapshotCounters)
 
 
 @dataclass(frozen=True)
@@ -96,6 +113,7 @@ class EngineStats:
     prefill: PrefillCounters
     decode: DecodeCounters
     faults: FaultCounters
+    snapshot: SnapshotCounters
     device: tuple[DevicePoolStats, ...]
     """Per layer group."""
     host: Any
@@ -110,6 +128,7 @@ class EngineStats:
             ("prefill", self.prefill),
             ("decode", self.decode),
             ("faults", self.faults),
+            ("snapshot", self.snapshot),
         ]
         parts += [(f"device pages {i}", stats) for i, stats in enumerate(self.device)]
         parts.append(("host pages", self.host))

@@ -94,6 +94,10 @@ class PageTransfer:
             start += size
         return kv_pages
 
+    def adopt(self, payload: Sequence[np.ndarray]) -> Payload:
+        """A page of numpy arrays as a host page. The caller must not write to the arrays any more: they may be aliased."""
+        return tuple(jax.device_put(part, self._host) for part in payload)
+
     def warmup_sizes(self) -> list[int]:
         """Every number of pages that one jitted copy can move."""
         return [1 << i for i in range(LARGEST_COPY.bit_length())]

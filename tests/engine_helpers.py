@@ -87,7 +87,7 @@ def drained(e: Engine) -> None:
     assert all(not account.refs.any() for account in e.runner.accounts)
     e.clear_cache()
     check(e)
-    assert e.cache.stats().free_pages == e.config.num_host_pages
+    assert e.store.stats().free_pages == e.config.num_host_pages
     for account in e.runner.accounts:
         assert account.stats().free == account.num_pages
         assert account.stats().reclaimable == 0
@@ -95,13 +95,13 @@ def drained(e: Engine) -> None:
 
 def page_bytes(e: Engine, host_page: int) -> list[np.ndarray]:
     """A copy of a host page's arrays."""
-    return [np.array(jax.device_get(a)) for a in e.cache.read(host_page)]
+    return [np.array(jax.device_get(a)) for a in e.store.read(host_page)]
 
 
 def index_of(e: Engine) -> PrefixIndex:
     """The index of an engine that has one."""
-    assert e.cache.index is not None
-    return e.cache.index
+    assert e.store.index is not None
+    return e.store.index
 
 
 def last_batch(e: Engine) -> PrefillBatch:

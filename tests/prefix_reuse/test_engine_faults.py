@@ -41,7 +41,7 @@ def test_a_fault_during_admission_gives_everything_back(place: str, monkeypatch:
     e.drop_device_pages()
     tokens = prompt(12, seed=2, start=base)
     want = engine("hybrid", on=False).generate(tokens, GREEDY)[0].token_ids
-    before = e.cache.stats(), [a.stats() for a in e.runner.accounts], [dict(a.resident) for a in e.runner.accounts]
+    before = e.store.stats(), [a.stats() for a in e.runner.accounts], [dict(a.resident) for a in e.runner.accounts]
     request = e.submit(tokens, GREEDY)
     targets: dict[str, tuple[Any, str]] = {
         "load": (e.runner, "load"),
@@ -55,7 +55,7 @@ def test_a_fault_during_admission_gives_everything_back(place: str, monkeypatch:
         with pytest.raises(RuntimeError, match="injected"):
             e.step()
     check(e)
-    after = e.cache.stats(), [a.stats() for a in e.runner.accounts], [dict(a.resident) for a in e.runner.accounts]
+    after = e.store.stats(), [a.stats() for a in e.runner.accounts], [dict(a.resident) for a in e.runner.accounts]
     for name in ("logical_pages", "physical_pages", "free_pages"):
         assert getattr(before[0], name) == getattr(after[0], name)
     if place != "sync_tables":  # there the pages were loaded properly and may stay resident
@@ -176,8 +176,8 @@ def test_a_held_row_that_lost_a_shared_page_starts_over(monkeypatch: pytest.Monk
     want = [o.token_ids for o in engine(on=False).generate(rows, LONG)]
     ids = [e.submit(r, LONG) for r in rows]
     e.step()
-    page = int(e.cache.pages(e._requests[ids[0]].samples[0].id)[0])
-    e.cache.drop_entry(page)
+    page = int(e.store.pages(e._requests[ids[0]].samples[0].id)[0])
+    e.store.drop_entry(page)
     e.hold(ids[0])
     assert e._requests[ids[0]].samples[0].state is SequenceState.EVICTED
     outputs = run_all(e)
@@ -227,11 +227,11 @@ def test_cold_scoring_touches_no_host_page_and_may_fill_the_context():
     e = engine(num_host_pages=8, max_context=32)
     for seed in (1, 2):
         e.generate(prompt(12, seed=seed), ONE)
-    entries, stats = len(index_of(e)), e.cache.stats()
+    entries, stats = len(index_of(e)), e.store.stats()
     tokens = prompt(32, seed=3)
     np.testing.assert_allclose(e.score(tokens), cold(tokens), atol=1e-4)
     assert len(index_of(e)) == entries
-    assert e.cache.stats() == stats
+    assert e.store.stats() == stats
     with pytest.raises(CapacityError):
         e.score(prompt(33, seed=3))
     drained(e)
@@ -270,7 +270,7 @@ def test_host_rows_follow_the_context():
     request = e.submit(prompt(9), LONG)
     e.step()
     row = e._requests[request].samples[0]
-    assert e.cache.row(row.id).context_length == row.committed_kv_tokens == row.num_tokens - 1
+    assert e.store.row(row.id).context_length == row.committed_kv_tokens == row.num_tokens - 1
     e.cancel(request)
     run_all(e)
     drained(e)

@@ -161,7 +161,7 @@ def test_a_failed_forward_leaves_no_entry_and_a_retry_works(monkeypatch: pytest.
     e = engine()
     base = prompt(8, seed=1)
     e.generate(base, GREEDY)
-    refs = e.cache.stats()
+    refs = e.store.stats()
     request = e.submit(prompt(12, seed=2, start=base), GREEDY)
     real = e.runner.programs.prefill
 
@@ -172,7 +172,7 @@ def test_a_failed_forward_leaves_no_entry_and_a_retry_works(monkeypatch: pytest.
     with pytest.raises(RuntimeError, match="injected"):
         e.step()
     check(e)
-    after = e.cache.stats()
+    after = e.store.stats()
     assert (after.logical_pages, after.physical_pages, after.free_pages) == (
         refs.logical_pages,
         refs.physical_pages,
@@ -228,7 +228,7 @@ def test_a_page_that_cannot_be_read_is_dropped_and_recomputed(fault: str, monkey
     e.generate(base, GREEDY)
     e.drop_device_pages()
     pages = index_of(e).lookup(base, e.namespace()).page_ids.tolist()
-    real = e.cache.read
+    real = e.store.read
 
     def read(page: int) -> Any:
         payload = real(page)
@@ -282,7 +282,7 @@ def test_pages_are_matchable_only_after_their_bytes_landed():
     assert len(index_of(e)) == 3
     pages = index_of(e).lookup(base, e.namespace()).page_ids.tolist()
     for i, page in enumerate(pages):
-        assert np.array_equal(np.asarray(e.cache.read(page)[0]), device[:, i])
+        assert np.array_equal(np.asarray(e.store.read(page)[0]), device[:, i])
     while e.has_work:
         e.step()
     drained(e)
@@ -411,7 +411,7 @@ def test_references_do_not_leak_when_requests_are_refused_cancelled_or_fail(monk
     def failing(*_: Any) -> Any:
         raise RuntimeError("injected")
 
-    before = e.cache.stats()
+    before = e.store.stats()
     for i in range(100):
         request = e.submit(b, ONE)
         if i % 3 == 0:
@@ -427,7 +427,7 @@ def test_references_do_not_leak_when_requests_are_refused_cancelled_or_fail(monk
             e.cancel(request)
         e.step()
         check(e)
-    after = e.cache.stats()
+    after = e.store.stats()
     assert (after.free_pages, after.physical_pages, after.logical_pages) == (
         before.free_pages,
         before.physical_pages,
@@ -634,12 +634,12 @@ def test_scoring_without_reuse_reads_and_changes_nothing_of_the_cache():
     e = engine()
     tokens = prompt(12, seed=1)
     e.generate(tokens, ONE)
-    before = e.cache.stats()
+    before = e.store.stats()
     logits = e.score(tokens)
     assert logits.shape == (12, 128)
     np.testing.assert_allclose(logits, cold(tokens), atol=1e-4)
     assert len(index_of(e)) == 3
-    assert e.cache.stats().free_pages == before.free_pages
+    assert e.store.stats().free_pages == before.free_pages
     drained(e)
 
 

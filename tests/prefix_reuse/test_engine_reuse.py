@@ -105,7 +105,7 @@ def test_off_keeps_no_prefix_state():
         assert out.cached_tokens == 0
     stats = e.stats()
     assert (stats.enabled, stats.active, stats.disabled_reason) == (False, False, "disabled")
-    assert e.cache.index is None
+    assert e.store.index is None
     assert stats.prefill.pages_offloaded > 0
     assert stats.host.free_pages == e.config.num_host_pages
     assert stats.device[0].reclaimable == 0
@@ -272,7 +272,7 @@ def test_a_held_row_resumes_from_the_host_with_the_same_tokens(kind: str, stages
         e.hold(request)
         check(e)
         assert e.stats().device[0].physical == 0
-        assert len(e.cache.pages(e._requests[request].samples[0].id)) == 6
+        assert len(e.store.pages(e._requests[request].samples[0].id)) == 6
         e.drop_device_pages()
         e.resume(request)
     assert outputs[request].token_ids == expected
@@ -288,7 +288,7 @@ def test_decode_writes_to_shared_pages_are_refused_and_reported():
     request = e.submit(prompt(10, seed=2, start=base), GREEDY)
     e.step()
     row = e._requests[request].samples[0]
-    host = e.cache.pages(row.id)[:2]
+    host = e.store.pages(row.id)[:2]
     before = [page_bytes(e, int(p)) for p in host]
     device = e.runner.accounts[0].pages(row.row_index)[:2]
     kv = np.asarray(e.runner.pools[0].kv_pages)[:, device].copy()
@@ -326,11 +326,11 @@ def test_host_rows_keep_shared_and_private_pages_apart():
     cached = index_of(e).lookup(base, e.namespace()).page_ids.tolist()
     request = e.submit(prompt(10, seed=2, start=base), GREEDY)
     e.step()
-    row = e.cache.row(e._requests[request].samples[0].id)
+    row = e.store.row(e._requests[request].samples[0].id)
     assert list(row.shared_pages) == cached
     assert row.shared_prefix_tokens == 8
     assert row.private_start == 8
-    combined = e.cache.pages(e._requests[request].samples[0].id).tolist()
+    combined = e.store.pages(e._requests[request].samples[0].id).tolist()
     assert combined == [*row.shared_pages, *row.private_pages]
     assert len(combined) == 4  # 10 + 6 tokens
     run(e)
