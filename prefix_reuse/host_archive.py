@@ -196,49 +196,44 @@ class HostArchive(HostRows, HostCopies):
         if self.index is None:
             return 0
         geometry = self.bound_geometry()
+        prefixes = [prefix._replace(tokens=as_tokens(prefix.tokens)) for prefix in prefixes]
         for prefix in prefixes:
             if len(prefix.payloads) * self.page_size != len(prefix.tokens):
                 raise InvalidRequestError(f"{len(prefix.payloads)} pages for {len(prefix.tokens)} tokens")
             for payload in prefix.payloads:
                 geometry.check_payload(payload)
-        written: list[tuple[np.ndarray, Sequence[Any]]] = []
-        freed, evicted, held = [NO_PAGES], [NO_PAGES], [NO_PAGES]
         with Transaction(self) as undo:
+            matches = []
             for prefix in prefixes:
-                self._step("insert")
-                tokens = as_tokens(prefix.tokens)
-                match = self.index.peek(tokens, prefix.namespace)
-                known, hit = match.page_ids.copy(), match.num_pages
-                self._hold_for_now(known, undo)
-                held.append(known)
-                need = len(prefix.payloads) - hit
-                self._step("evict")
-                if may_evict:
-                    freed.append(self._make_room(need, undo))
-                self._step("allocate")
-                pages = self.accounts.take(need)
-                undo.append(lambda pages=pages: self.accounts.untake(pages))
-                self.counters.ref_increments += need
-                held.append(pages)
-                self._step("publish")
-                result = self.index.commit(tokens, np.concatenate([known, pages]), prefix.namespace, undo=undo)
-                evicted.append(result.evicted)
-                self.counters.evictions += len(result.evicted)
-                self.accounts.pin(result.new_ids)
-                undo.append(lambda ids=result.new_ids: self._take_back_pins(ids))
-                self.counters.pin_increments += len(result.new_ids)
-                written.append((result.new_ids, prefix.payloads[hit:]))
-            self._step("pin")
-            self.counters.imported_pages += sum(len(ids) for ids, _ in written)
-        self._forget(np.concatenate(freed))
-        for ids, payloads in written:
-            self._fill(ids, payloads, [self.page_size] * len(ids))
+                match = self.index.peek(prefix.tokens, prefix.namespace)
+                matches.append(match.page_ids.copy())
+                self._hold_for_now(matches[-1], undo)
+            slots, num_new = _new_pages(prefixes, [len(ids) for ids in matches], 4 * self.page_size)
+            self._step("evict")
+            freed = self._make_room(num_new, undo) if may_evict else NO_PAGES
+            self._step("allocate")
+            pages = self.accounts.take(num_new)
+            undo.append(lambda: self.accounts.untake(pages))
+            self.counters.ref_increments += num_new
+            self._step("insert")
+        # From here on nothing can fail. The index comes last: an undone commit would not merge the runs that it split.
+        self._forget(freed)
+        inserted = 0
+        for prefix, known, new in zip(prefixes, matches, slots, strict=True):
+            ids = np.concatenate([known, pages[new]])
+            self._fill(pages[new], prefix.payloads[len(known) :], [self.page_size] * len(new))
+            result = self.index.commit(prefix.tokens, ids, prefix.namespace)
+            self._unpin(result.evicted)
+            self.counters.evictions += len(result.evicted)
+            self.accounts.pin(result.new_ids)
+            self.counters.pin_increments += len(result.new_ids)
             if self.checksums is not None:
-                self.checksums.add(ids, self.payloads)
-        self._unpin(np.concatenate(evicted))
-        for ids in held:
+                self.checksums.add(result.new_ids, self.payloads)
+            inserted += len(result.new_ids)
+        self.counters.imported_pages += inserted
+        for ids in (*matches, pages):
             self._release_refs(ids)
-        return sum(len(ids) for ids, _ in written)
+        return inserted
 
     def _check_export(self, pages: PageExport) -> None:
         geometry = self.bound_geometry()
@@ -256,9 +251,6 @@ class HostArchive(HostRows, HostCopies):
         self._retain(ids)
         undo.append(lambda: self.accounts.refs.__setitem__(ids, self.accounts.refs[ids] - 1))
 
-    def _take_back_pins(self, ids: np.ndarray) -> None:
-        self.accounts.pins[ids] -= 1
-
     def _fill(self, ids: np.ndarray, payloads: Sequence[Any], slots: Sequence[int]) -> None:
         for page, payload, filled in zip(ids.tolist(), payloads, slots, strict=False):
             self.payloads[page], self.accounts.filled[page] = _frozen(payload), filled
@@ -267,3 +259,18 @@ class HostArchive(HostRows, HostCopies):
 def _frozen(payload: Any) -> Any:
     """The payload, with a copy of every array that its owner could still write to."""
     return tuple(np.array(a) if isinstance(a, np.ndarray) and a.flags.writeable else a for a in payload)
+
+
+def _new_pages(prefixes: Sequence[StoredPrefix], hits: Sequence[int], step: int) -> tuple[list[list[int]], int]:
+    """Numbers the pages behind the hit of each prefix; equal beginnings get equal numbers. Also returns how many there are."""
+    number: dict[tuple[Any, bytes], int] = {}
+    out = []
+    for prefix, hit in zip(prefixes, hits, strict=True):
+        data = prefix.tokens.tobytes()
+        above: Any = (prefix.namespace, data[: hit * step])
+        mine = []
+        for at in range(hit * step, len(data), step):
+            above = number.setdefault((above, data[at : at + step]), len(number))
+            mine.append(above)
+        out.append(mine)
+    return out, len(number)

@@ -8,6 +8,7 @@ array per page and layer group, so that damage to one page costs no other.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import inspect
 import logging
 import os
@@ -41,6 +42,8 @@ from prefix_reuse.stats import SnapshotCounters
 SHARD_BYTES = 256 << 20
 """Bytes of the pages that are written or read at once."""
 LARGEST_SHARD = 256
+SMALL_FILE = 4096
+"""Bytes up to which a file is checked as a whole before it is read; larger ones are pages, which have their checksum."""
 SET_NAME = re.compile(r"set-(\d{8})")
 LEFTOVER = re.compile(r"set-\d{8}\.(partial|old).*")
 
@@ -146,7 +149,7 @@ def write_snapshot(
         if len(entries):
             _save_tree(partial / "index", dict(vars(entries)))
         store._step("snapshot-manifest")
-        _write_durably(partial / "manifest.json", seal(manifest))
+        _write_durably(partial / "manifest.json", seal({**manifest, "files": _files(partial)}))
         store._step("snapshot-commit")
         partial.rename(final)  # the commit: from now on this is the newest whole set
         _sync_folder(root)
@@ -187,19 +190,21 @@ def read_snapshot(
     store._step("snapshot-open")
     path, manifest, entries, damaged_sets = _newest_whole_set(root, identity, store.page_size)
     namespaces = [bytes.fromhex(name) for name in manifest["namespaces"]]
-    sound = entries.verify(namespaces)
-    faults = int((~sound & np.append(sound, True)[entries.parents]).sum())  # those whose parent is sound
+    sound, faults = entries.verify(namespaces)
     wanted = entries.hottest(sound, num_pages)
     skipped = int((sound & ~wanted).sum())
     payloads: dict[int, Any] = {}
     per_shard, groups = int(manifest["pages_per_shard"]), len(identity.geometry.parts)
+    damaged = _damaged_files(path, manifest["files"])
     for first in range(0, len(entries), per_shard):
         names = range(first, min(first + per_shard, len(entries)))
         here = [entry for entry in names if wanted[entry]]
         if not here:
             continue
         store._step("snapshot-read")
-        for entry, payload in _load_pages(path / f"pages-{first // per_shard:05d}", names, here, groups).items():
+        shard = f"pages-{first // per_shard:05d}"
+        readable = [entry for entry in here if f"{shard}/{_leaf(entry)}" not in damaged]
+        for entry, payload in _load_pages(path / shard, names, readable, groups).items():
             try:
                 identity.geometry.check_payload(payload)
             except Exception:  # not a page of this geometry: the file is not what was written
@@ -235,6 +240,30 @@ def read_snapshot(
         skipped,
         damaged_sets,
     )
+
+
+def _files(path: Path) -> dict[str, list[Any]]:
+    """Size of every file of a set, and a digest of the small ones, by name."""
+    return {file.relative_to(path).as_posix(): _file_mark(file) for file in sorted(path.rglob("*")) if file.is_file()}
+
+
+def _file_mark(path: Path) -> list[Any]:
+    size = path.stat().st_size
+    return [size, hashlib.sha256(path.read_bytes()).hexdigest() if size <= SMALL_FILE else ""]
+
+
+def _damaged_files(path: Path, files: Mapping[str, Sequence[Any]]) -> set[str]:
+    """`shard/page` of every file that is not what was written; asked before orbax meets it in the middle of a read."""
+    damaged = set()
+    for name, mark in files.items():
+        try:
+            good = _file_mark(path / name) == list(mark)
+        except OSError:
+            good = False
+        if not good:
+            shard, _, rest = name.partition("/")
+            damaged.add(f"{shard}/{rest.partition('.')[0]}")
+    return damaged
 
 
 def _newest_whole_set(root: Path, identity: Identity, page_size: int) -> tuple[Path, Mapping[str, Any], Entries, int]:
@@ -331,6 +360,8 @@ def _load_pages(path: Path, entries: Sequence[int], wanted: Sequence[int], group
         tree = _load_tree(path, {_leaf(e): {f"group{g}": e in some for g in range(groups)} for e in entries})
         return {e: tuple(tree[_leaf(e)][f"group{g}"] for g in range(groups)) for e in some}
 
+    if not wanted:
+        return {}
     try:
         return load(set(wanted))  # type: ignore[arg-type]
     except Exception:  # which page is it? One by one, so that a damaged one costs no other

@@ -1,7 +1,7 @@
 """What a snapshot on disk says about itself, and how it is checked before anything of it is used.
 
     <folder>/set-00000007/             one whole set; it got this name by one rename, after everything else was written
-        manifest.json                  version, geometry, namespace, platform, number of pages; sealed by a sha256
+        manifest.json                  version, geometry, namespace, platform, pages, files; sealed by a sha256
         index/                         orbax: tokens, parents, chained keys, checksums, one entry per page
         pages-00000/, pages-00001/     orbax: the bytes, one array per page and layer group
     <folder>/set-00000008.partial/     a save that was torn; ignored, and removed by the next save
@@ -198,29 +198,36 @@ class Entries:
             if getattr(self, name).shape != (count,):
                 raise DamagedSet(f"{name} has shape {getattr(self, name).shape}, not {(count,)}")
 
-    def verify(self, namespaces: Sequence[bytes]) -> np.ndarray:
-        """bool [N]: entries whose key follows from their parent's and their own tokens; below a bad one all are bad."""
-        good = np.zeros(len(self), bool)
+    def verify(self, namespaces: Sequence[bytes]) -> tuple[np.ndarray, int]:
+        """bool [N]: entries whose key follows from their parent's and their own tokens; below a bad one all are bad.
+
+        Also returns how many are bad by themselves.
+        """
+        good, faults = np.zeros(len(self), bool), 0
         depth = np.zeros(len(self), np.int64)
         size = self.tokens.shape[1] if len(self) else 1
         for i, (parent, number) in enumerate(zip(self.parents.tolist(), self.namespace.tolist(), strict=True)):
+            if NO_PARENT < parent < i and not good[parent]:
+                continue
+            faults += 1
             if not NO_PARENT <= parent < i or not 0 <= number < len(namespaces) or self.tokens[i].min() < 0:
                 continue
             above = None
             if parent != NO_PARENT:
-                if not good[parent] or self.namespace[parent] != number:
+                if self.namespace[parent] != number:
                     continue
                 depth[i] = depth[parent] + 1
                 above = self.keys[parent].tobytes()
             (key,) = page_keys(self.tokens[i], size, namespaces[number], parent=above, first_page=int(depth[i]))
             good[i] = key == self.keys[i].tobytes()
-        return good
+            faults -= int(good[i])
+        return good, faults
 
     def without_subtrees(self, good: np.ndarray) -> np.ndarray:
         """`good` without what hangs below an entry that is not."""
         good = good.copy()
         for i, parent in enumerate(self.parents.tolist()):
-            if parent != NO_PARENT and not good[parent]:
+            if good[i] and parent != NO_PARENT and not good[parent]:
                 good[i] = False
         return good
 
