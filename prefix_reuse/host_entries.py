@@ -19,7 +19,8 @@ class HostEntries(StoreState):
     def publish(self, sequence_id: SequenceId, committed_tokens: Any, namespace: bytes) -> np.ndarray:
         """Make the row's full pages index entries, as far as tokens are committed and their bytes have landed.
 
-        Idempotent. A page whose tokens are indexed under another page id stays private to the row.
+        Idempotent. A page whose tokens are indexed under another page id stays private to the row. Pages that an earlier
+        call published are not compared again.
 
         Args:
             sequence_id: a live sequence.
@@ -50,17 +51,23 @@ class HostEntries(StoreState):
         own = row.pages[:full]
         with Transaction(self) as undo:
             self._step("publish")
-            result = self.index.commit(tokens, own, namespace, accept=self._publishable, undo=undo)
+            result = self.index.commit(tokens, own, namespace, accept=self._publishable, undo=undo, after=row.cursor)
             if self.checksums is not None:
                 self.checksums.add(result.new_ids, self.payloads)
                 undo.append(lambda: self._forget_checksums(result.new_ids))
             self._step("pin")
+        row.cursor = result.cursor
         self._unpin(result.evicted)
         self.counters.evictions += len(result.evicted)
         self.accounts.pin(result.new_ids)
         self.counters.pin_increments += len(result.new_ids)
         old = own[: len(result.entry_ids)]
         return np.concatenate([old[old == result.entry_ids], result.new_ids])
+
+    def num_published(self, sequence_id: SequenceId) -> int:
+        """Leading pages of a live row whose tokens `publish` has found or made entries, under its page ids or others'."""
+        cursor = self._row(sequence_id).cursor
+        return 0 if cursor is None else cursor.end
 
     def _publishable(self, ids: np.ndarray) -> int:
         """How many leading pages are complete, not being copied, and no entry yet."""

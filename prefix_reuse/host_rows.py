@@ -138,6 +138,7 @@ class HostRows(StoreState):
         row.context = length
         row.capacity = len(row.pages) * self.page_size
         row.tokens = row.tokens[:length]
+        row.cursor = None
         if length % self.page_size:  # the slots after the cut are no longer this row's bytes: not a whole page any more
             tail = row.pages[-1]
             self.accounts.filled[tail] = min(self.accounts.filled[tail], length % self.page_size)

@@ -17,6 +17,7 @@ from prefix_reuse.geometry import NOT_BOUND, StoreGeometry, check_bindable
 from prefix_reuse.host_accounts import PageAccounts
 from prefix_reuse.host_types import HostCounters, PrefixRequest, PreparedGroup, SequenceId
 from prefix_reuse.index import PrefixIndex, Undo
+from prefix_reuse.index_resume import Cursor
 from prefix_reuse.index_tree import NO_PAGES
 from prefix_reuse.integrity import PageChecksums
 from prefix_reuse.lease import PrefixLease
@@ -25,7 +26,7 @@ from prefix_reuse.lease import PrefixLease
 class Row:
     """Mutable record of a live sequence; `HostRow` is its public view."""
 
-    __slots__ = ("capacity", "context", "namespace", "num_shared", "pages", "reuse", "tokens")
+    __slots__ = ("capacity", "context", "cursor", "namespace", "num_shared", "pages", "reuse", "tokens")
 
     def __init__(self, request: PrefixRequest, pages: np.ndarray, num_shared: int, capacity: int) -> None:
         self.tokens = request.tokens
@@ -35,6 +36,7 @@ class Row:
         self.num_shared = num_shared
         self.context = len(request.tokens)
         self.capacity = capacity
+        self.cursor: Cursor | None = None  # how far its pages were published
 
 
 class StoreState:

@@ -12,6 +12,7 @@ from prefix_reuse.hashing import as_tokens, root_key
 from prefix_reuse.index_check import check_tree
 from prefix_reuse.index_explain import explain
 from prefix_reuse.index_removal import IndexRemoval
+from prefix_reuse.index_resume import Cursor, resume
 from prefix_reuse.index_state import Undo
 from prefix_reuse.index_tree import NO_PAGES, Node, Path, compact, is_leaf, path_pages, prefix_of, split, subtree, walk
 from prefix_reuse.index_types import CommitResult, Explanation, IndexRun, IndexStats
@@ -92,6 +93,7 @@ class PrefixIndex(IndexRemoval):
         priority: int = 0,
         accept: Callable[[np.ndarray], int] | None = None,
         undo: Undo | None = None,
+        after: Cursor | None = None,
     ) -> CommitResult:
         """Make the pages of a prompt entries. Entries that exist keep their own page and are refreshed.
 
@@ -102,6 +104,7 @@ class PrefixIndex(IndexRemoval):
             priority: for policies that ask for it; applies to new entries.
             accept: told the page ids about to become entries; says how many leading ones may.
             undo: receives the steps that take this commit back.
+            after: `cursor` of an earlier commit of the same prompt: only pages behind it are compared.
 
         Returns:
             What became an entry. With `max_entries`, cold leaves go first; if what is in use leaves no room, only the
@@ -119,7 +122,8 @@ class PrefixIndex(IndexRemoval):
         root = self._roots.get(namespace)
         if root is None:
             root = self._new_root(namespace)
-        path = walk(root, data, count, self._step, self._splits)
+        path = resume(after, root, data, count, self._step, self._splits)
+        path = path or walk(root, data, count, self._step, self._splits)
         self._compared += path.compared
         matched = path.num_pages
         entry_ids = path_pages(path)
@@ -135,7 +139,8 @@ class PrefixIndex(IndexRemoval):
         if new <= 0:
             if not root.children:
                 self._roots.pop(namespace, None)
-            return CommitResult(slice(matched, matched), entry_ids, NO_PAGES, evicted, [])
+            cursor = Cursor(last, matched) if matched else None
+            return CommitResult(slice(matched, matched), entry_ids, NO_PAGES, evicted, [], cursor)
         new_ids = page_ids[matched : matched + new].copy()
         new_ids.setflags(write=False)
         at = matched * self._step
@@ -143,7 +148,8 @@ class PrefixIndex(IndexRemoval):
         digests = [] if self._digest is None else self._add_digests(last, node, new, namespace)
         self._entries += new
         self._inserted += new
-        return CommitResult(slice(matched, matched + new), entry_ids, new_ids, evicted, digests)
+        cursor = Cursor(node, matched + new)
+        return CommitResult(slice(matched, matched + new), entry_ids, new_ids, evicted, digests, cursor)
 
     def _insert(
         self, last: Node, data: bytes, page_ids: np.ndarray, start: int, priority: int, undo: Undo | None

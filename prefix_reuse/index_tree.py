@@ -74,18 +74,22 @@ def is_leaf(node: Node) -> bool:
 
 
 class Path(NamedTuple):
-    """What a walk found: `nodes` matched wholly, then `partial` (if any) with its first `partial_pages` pages."""
+    """What a walk found: `nodes` matched wholly, then `partial` (if any) with its first `partial_pages` pages.
+
+    The first `known` nodes had matched before and were not compared.
+    """
 
     nodes: list[Node]
     partial: Node | None
     partial_pages: int
     num_pages: int
     version: int
+    known: int = 0
 
     @property
     def compared(self) -> int:
         """Runs whose tokens were compared."""
-        return len(self.nodes) + (self.partial is not None)
+        return len(self.nodes) - self.known + (self.partial is not None)
 
 
 def walk(root: Node, data: memoryview, full_pages: int, step: int, version: int) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,7 @@ class CommitResult(NamedTuple):
         new_ids: int32, page ids that became entries: `page_ids[inserted]`.
         evicted: int32, page ids that lost their entry because of `max_entries`.
         digests: one digest per new page if the index was given a digest function, else empty.
+        cursor: for the next commit of the same prompt, grown; None if nothing of it is indexed.
     """
 
     inserted: slice
@@ -24,6 +25,7 @@ class CommitResult(NamedTuple):
     new_ids: np.ndarray
     evicted: np.ndarray
     digests: list[bytes]
+    cursor: Any = None
 
 
 class IndexRun(NamedTuple):

@@ -70,22 +70,29 @@ class Offloader:
             return
         if not self.cache.has_row(row.id):
             return
-        limit = min(row.committed_kv_tokens, self.scheduler.publishable_tokens(row))
-        self.cache.publish(row.id, row.tokens[:limit], row.namespace)
+        size = self.config.page_size
+        full = min(row.committed_kv_tokens, self.scheduler.publishable_tokens(row)) // size
+        if full > row.published_pages:
+            self.cache.publish(row.id, row.tokens[: full * size], row.namespace)
+            row.published_pages = self.cache.num_published(row.id)
         self.share_device_pages(row)
 
     def share_device_pages(self, row: Row) -> None:
         """Points the row's published device pages at the shared ones (M3), and closes them for writing in any case."""
         if row.row is None or not (self.scheduler.reuse and row.reuse):
             return
-        size = self.config.page_size
-        host_pages = np.asarray(self.cache.pages(row.id))[: row.committed_kv_tokens // size]
-        host_pages = host_pages[: self.scheduler.num_indexed(host_pages)]
+        done = min(int(account.shared_pages[row.row]) for account in self.runner.accounts)
+        full = row.committed_kv_tokens // self.config.page_size
+        if full <= done:
+            return
+        host_pages = np.asarray(self.cache.pages(row.id))[:full]
+        indexed = done + self.scheduler.num_indexed(host_pages[done:])
         for account in self.runner.accounts:
             if self.scheduler.share_device:
-                self.counters.decode.pages_deduplicated += account.share(row.row, host_pages)
+                first = int(account.shared_pages[row.row])
+                self.counters.decode.pages_deduplicated += account.share(row.row, host_pages[first:indexed], first)
             else:
-                account.seal(row.row, len(host_pages))
+                account.seal(row.row, indexed)
 
     def flush_full_pages(self, row: Row) -> None:
         """Starts copying to the host what became full since the last flush; cached pages are not copied again (A20)."""

@@ -71,6 +71,8 @@ class Sequence:
     """Tokens of the hit that this sequence attached."""
     offloaded_pages: int = 0
     """Leading full pages whose copy to the host was started (or that were attached)."""
+    published_pages: int = 0
+    """Leading full pages that were published, so that a boundary without a new full page has nothing to publish."""
     pending_copies: int = 0
     """Copies to the host that were started and have not landed."""
     epoch: int = 0
@@ -136,4 +138,4 @@ class Sequence:
         """After all pages were given back: nothing is committed, prefilled or offloaded any more."""
         self.row = None
         self.committed_kv_tokens = self.prefilled_tokens = self.shared_tokens = 0
-        self.offloaded_pages = 0
+        self.offloaded_pages = self.published_pages = 0
