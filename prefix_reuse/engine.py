@@ -257,7 +257,7 @@ class Engine:
         """Whether `step` has anything to do (requests on hold do not count)."""
         on_hold = sum(1 for r in self.scheduler.running if r.state is SequenceState.ON_HOLD)
         active = len(self.scheduler.running) - on_hold + len(self.scheduler.resuming) + len(self.scheduler.waiting)
-        return bool(active or self.offloader.closing or self.offloader.pending or self._finished)
+        return bool(active or self.offloader.busy or self._finished)
 
     # ---- the loop
 
@@ -593,6 +593,8 @@ class Engine:
             c.decode.steps,
             c.requests.completed,
             len(self.offloader.pending),
+            len(self.offloader.failed),
+            len(self.offloader.landed),
             len(self.offloader.closing),
             *waiting,
         )

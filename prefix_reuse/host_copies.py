@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from prefix_reuse.errors import SharedPageWriteError, TransferError
-from prefix_reuse.host_state import StoreState
+from prefix_reuse.host_state import StoreState, Transaction
 
 
 class HostCopies(StoreState):
@@ -31,6 +31,7 @@ class HostCopies(StoreState):
             )
         if self.accounts.copies[ids].any():
             raise TransferError(f"a copy into one of host pages {ids.tolist()[:8]} is in flight; let it end first")
+        self._checkpoint("begin_copy")
         self.accounts.copies[ids] += 1
         self.accounts.filled[ids] = 0
         self._forget_checksums(ids)
@@ -47,6 +48,7 @@ class HostCopies(StoreState):
         ids = self.accounts.check_ids(page_ids)
         if payloads is not None and len(payloads) != len(ids):
             raise TransferError(f"{len(payloads)} payloads for {len(ids)} host pages")
+        self._checkpoint("finish_copy")
         freed = self.accounts.end_copy(ids)
         alive = self.accounts.refs[ids] + self.accounts.pins[ids] > 0
         self.accounts.filled[ids] = np.where(alive, self.page_size if slots is None else slots, 0)
@@ -58,10 +60,17 @@ class HostCopies(StoreState):
     def fail_copy(self, page_ids: Any) -> None:
         """The copies were lost: the pages keep no bytes and cannot be published; nothing else is affected."""
         ids = self.accounts.check_ids(page_ids)
+        self._checkpoint("fail_copy")
         freed = self.accounts.end_copy(ids)
         self.payloads[ids] = None
         self.counters.copies_failed += len(ids)
         self._forget(freed)
+
+    def _checkpoint(self, name: str) -> None:
+        """The one step of an operation that has been checked and writes from here on."""
+        if self._fault is not None:
+            with Transaction(self):
+                self._step(name)
 
     def read(self, page_id: int) -> Any:
         """The payload of a page whose bytes have landed; verified in integrity mode.

@@ -38,10 +38,18 @@ class Offloader:
         """Copies under way: the row, the copy, filled slots of each page, and the row's epoch then."""
         self.closing: list[Row] = []
         """Completed rows whose copies have not landed yet."""
+        self.landed: dict[int, Row] = {}
+        """Rows whose copies have landed and that are not published yet."""
+        self.failed: list[np.ndarray] = []
+        """Host pages whose copies failed, to be given up when copies land."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether `land` has anything to do."""
+        return bool(self.pending or self.landed or self.failed or self.closing)
 
     def land(self) -> None:
         """Waits for copies to the host, publishes the pages that are complete, releases completed rows."""
-        landed: dict[int, Row] = {}
         while self.pending:
             row, copy, slots, epoch = self.pending[0]
             try:
@@ -53,16 +61,24 @@ class Offloader:
             del self.pending[0]  # only now: an interrupt while waiting loses nothing
             if epoch == row.epoch:
                 row.pending_copies -= 1
-                landed[row.id] = row
-        for row in landed.values():
+                self.landed[row.id] = row
+        while self.failed:
+            self.cache.fail_copy(self.failed[0])
+            del self.failed[0]
+        while self.landed:
+            name, row = next(iter(self.landed.items()))
             self.publish(row)
+            del self.landed[name]  # only now: what fails is tried again at the next boundary
         while self.closing:
             self.scheduler.release(self.closing.pop())
 
     def _copy_failed(self, host_pages: np.ndarray, error: Exception) -> None:
+        self.failed.append(host_pages)
+        self._count_failure(host_pages, error)
+
+    def _count_failure(self, host_pages: np.ndarray, error: Exception) -> None:
         self.counters.faults.failed_offloads += len(host_pages)
         self.counters.faults.last_error = f"{type(error).__name__}: {error}"
-        self.cache.fail_copy(host_pages)
 
     def publish(self, row: Row) -> None:
         """Makes the row's complete, committed pages index entries, and shares their device pages. Idempotent (B22)."""
@@ -107,7 +123,11 @@ class Offloader:
         device_pages = [account.pages(row.row_index)[first:end] for account in self.runner.accounts]
         size = self.config.page_size
         slots = np.minimum(row.committed_kv_tokens - size * np.arange(first, end), size)  # a held row's tail is partial
-        self.cache.begin_copy(host_pages)
+        try:
+            self.cache.begin_copy(host_pages)
+        except Exception as error:  # nothing has begun: the pages are not published, the row goes on
+            self._count_failure(host_pages, error)
+            return
         try:
             copy = self.runner.offload(device_pages, host_pages)
         except Exception as error:  # as when the copy fails later: nothing is published, the row goes on

@@ -65,6 +65,39 @@ def test_a_fault_during_admission_gives_everything_back(place: str, monkeypatch:
     drained(e)
 
 
+@pytest.mark.parametrize("step", ["begin_copy", "finish_copy", "publish", "pin", "fail_copy"])
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_fault_at_any_step_of_an_offload_loses_only_that(step: str, at: int, monkeypatch: pytest.MonkeyPatch):
+    """A12, A13, B22: two rows at once, chunks and generated pages; the same tokens, the counts add up, nothing is held."""
+    prompts = [prompt(13, seed=1), prompt(18, seed=2)]
+    want = [o.token_ids for o in engine(on=False).generate(prompts, LONG)]
+    e = engine(max_prefill_tokens=8, min_prefill_tokens=8, publish_generated=True)
+    left = at
+
+    def fault(name: str) -> None:
+        nonlocal left
+        left -= name == step
+        if name == step and left == 0:
+            raise RuntimeError("injected")
+
+    e.store._fault = fault
+    if step == "fail_copy":
+        monkeypatch.setattr(e.runner, "offload", fails)
+    ids = [e.submit(p, LONG) for p in prompts]
+    outputs: dict[int, Any] = {}
+    for _ in range(100):
+        if not e.has_work:
+            break
+        with contextlib.suppress(RuntimeError):
+            outputs.update((o.request_id, o) for o in e.step())
+        check(e)
+    assert left <= 0
+    assert [outputs[i].token_ids for i in ids] == want
+    if step in ("finish_copy", "publish", "pin"):  # tried again: nothing of it is missing
+        assert len(index_of(e)) == (13 + 29) // 4 + (18 + 29) // 4
+    drained(e)
+
+
 def test_an_offload_that_cannot_start_only_costs_the_pages(monkeypatch: pytest.MonkeyPatch):
     """The row goes on, nothing of it is published, the reason is visible."""
     for n in (10, 8):

@@ -507,6 +507,35 @@ def test_a_fault_at_any_step_of_growth_publication_fork_and_truncation_leaves_ev
     assert every_step(truncate) == {"evict", "allocate", "copy", "truncate"}
 
 
+def test_a_fault_at_any_step_of_an_offload_leaves_everything_as_it_was():
+    """A12, A13: begin, end and failure of a copy; a row that ended meanwhile included."""
+
+    def begun(store):
+        admit(store, 4, seq(401, 408))
+        store.begin_copy(store.pages(4))
+        return store.pages(4)
+
+    def begin(store, prepared):
+        return admit(store, 4, seq(401, 408)).private_pages if prepared is None else store.begin_copy(prepared)
+
+    def finish(store, prepared):
+        return begun(store) if prepared is None else store.finish_copy(prepared, [(1,), (2,)])
+
+    def fail(store, prepared):
+        return begun(store) if prepared is None else store.fail_copy(prepared)
+
+    def orphaned(store, prepared):
+        if prepared is None:
+            pages = begun(store)
+            store.release(4)
+            return pages
+        return store.finish_copy(prepared, [(1,), (2,)])
+
+    assert every_step(begin) == {"begin_copy"}
+    assert every_step(finish) == every_step(orphaned) == {"finish_copy"}
+    assert every_step(fail) == {"fail_copy"}
+
+
 def test_a_fork_shares_full_pages_and_copies_the_partial_tail():
     """B15, B17, H25: after a fork neither row can write what both see; each writes its own tail."""
     store = make()

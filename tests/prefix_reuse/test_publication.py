@@ -160,11 +160,10 @@ def test_device_pages_are_shared_from_the_first_unshared_column_on(monkeypatch: 
         return real(row, host_pages, first)
 
     monkeypatch.setattr(account, "share", share)
-    request = e.submit(prompt(64, seed=1), SamplingParams(max_tokens=33, ignore_eos=True))
+    e.submit(prompt(64, seed=1), SamplingParams(max_tokens=33, ignore_eos=True))
     while e.has_work:
         e.step()
         check(e)
     assert sum(columns) <= 24
     assert e.generate(prompt(64, seed=1), GREEDY)[0].full_hit
-    assert request == 0
     drained(e)
