@@ -76,7 +76,7 @@ class HostAdmission(StoreState):
         self._groups.discard(group)
         for lease in group.leases:
             lease.abort(owner)
-        for pages in group.private_pages:
+        for pages in (*group.followed_pages, *group.private_pages):
             self._release_refs(pages)
 
     def acquire(self, tokens: Any, namespace: bytes, *, counted: bool = True) -> PrefixLease:
@@ -118,12 +118,13 @@ class HostAdmission(StoreState):
         return self.index.peek(request.tokens, request.namespace)
 
     def _new_pages(self, request: PrefixRequest, match: PrefixMatch) -> int:
-        return max(0, -(-request.capacity_tokens // self.page_size) - match.num_pages)
+        shared = match.num_pages if request.follows is None else len(request.tokens) // self.page_size
+        return max(0, -(-request.capacity_tokens // self.page_size) - shared)
 
     def _check_requests(self, requests: Sequence[PrefixRequest]) -> list[PrefixRequest]:
         if len({request.sequence_id for request in requests}) != len(requests):
             raise InvalidRequestError(f"a sequence id is repeated in {[r.sequence_id for r in requests]}")
-        checked = []
+        checked: list[PrefixRequest] = []
         for request in requests:
             if request.sequence_id in self._rows:
                 raise InvalidRequestError(f"sequence {request.sequence_id!r} is live already; release it first")
@@ -137,8 +138,27 @@ class HostAdmission(StoreState):
                 )
             if request.lease is not None and request.lease not in self._leases:
                 raise LeaseError(f"sequence {request.sequence_id!r} brings {request.lease!r}, which holds nothing here")
+            if request.follows is not None and not self._may_follow(request, tokens, checked):
+                raise InvalidRequestError(
+                    f"sequence {request.sequence_id!r} follows {request.follows!r}, which is no earlier request of this call "
+                    "with the same prompt, namespace and reuse"
+                )
             checked.append(request if tokens is request.tokens else replace(request, tokens=tokens))
         return checked
+
+    @staticmethod
+    def _may_follow(request: PrefixRequest, tokens: np.ndarray, before: Sequence[PrefixRequest]) -> bool:
+        if request.lease is not None:
+            return False
+        return any(
+            r.sequence_id == request.follows
+            and r.follows is None
+            and r.lease is None
+            and (r.namespace, r.reuse) == (request.namespace, True)
+            and request.reuse
+            and np.array_equal(r.tokens, tokens)
+            for r in before
+        )
 
     def _prepare(
         self, requests: Sequence[PrefixRequest], owner: object, undo: Undo
@@ -158,11 +178,32 @@ class HostAdmission(StoreState):
         self.counters.ref_increments += total
         ends = np.cumsum(needs)
         private = [pages[end - need : end] for end, need in zip(ends, needs, strict=True)]
-        group = PreparedGroup(requests, leases, private, owner)
+        followed = self._follow(requests, matches, private, undo)
+        group = PreparedGroup(requests, leases, followed, private, owner)
         self._groups.add(group)
         undo.append(lambda: self._groups.discard(group))
         self._step("prepared")
         return group, freed
+
+    def _follow(
+        self,
+        requests: Sequence[PrefixRequest],
+        matches: Sequence[PrefixMatch],
+        private: Sequence[np.ndarray],
+        undo: Undo,
+    ) -> list[np.ndarray]:
+        """References of each request on the full prompt pages that the row it follows will compute."""
+        numbers = {request.sequence_id: i for i, request in enumerate(requests)}
+        followed = []
+        for request, match in zip(requests, matches, strict=True):
+            pages = NO_PAGES
+            if request.follows is not None:
+                self._step("follow")
+                pages = private[numbers[request.follows]][: len(request.tokens) // self.page_size - match.num_pages]
+                self._retain(pages)
+                undo.append(lambda pages=pages: self.accounts.refs.__setitem__(pages, self.accounts.refs[pages] - 1))
+            followed.append(pages)
+        return followed
 
     def _lease_for(self, request: PrefixRequest, match: PrefixMatch, owner: object, undo: Undo) -> PrefixLease:
         self._step("lease")
@@ -186,11 +227,12 @@ class HostAdmission(StoreState):
 
     def _commit(self, group: PreparedGroup) -> list[PrefixAllocation]:
         allocations, rows = [], {}
-        for request, lease, private in zip(group.requests, group.leases, group.private_pages, strict=True):
+        parts = zip(group.requests, group.leases, group.followed_pages, group.private_pages, strict=True)
+        for request, lease, followed, private in parts:
             self._step("row")
             if request.sequence_id in self._rows:
                 raise InvalidRequestError(f"sequence {request.sequence_id!r} became live after its group was prepared")
-            shared = lease.page_ids
+            shared = np.concatenate([lease.page_ids, followed]) if len(followed) else lease.page_ids
             pages = np.concatenate([shared, private]) if len(shared) else private.copy()
             rows[request.sequence_id] = Row(request, pages, len(shared), request.capacity_tokens)
             tokens = len(shared) * self.page_size

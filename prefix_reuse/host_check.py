@@ -65,7 +65,7 @@ def check_store(store: HostPageStore) -> None:
     for holder in [lease.page_ids for lease in store._leases]:
         expected[holder] += 1
     for group in store._groups:
-        for pages in group.private_pages:
+        for pages in (*group.followed_pages, *group.private_pages):
             expected[pages] += 1
     _compare("refs", accounts.refs, expected)
     pinned = np.zeros(store.num_pages, np.int64)

@@ -17,12 +17,16 @@ class HostCopies(StoreState):
     def begin_copy(self, page_ids: Any) -> None:
         """Announce copies into private pages; they are neither freed nor published until the copies end.
 
+        A page that several rows share because they follow one that computes it is written once, before it has any bytes.
+
         Raises:
             SharedPageWriteError: a page that is indexed, shared or not owned by any row.
             TransferError: a copy into the page is in flight already.
         """
         ids = self.accounts.check_ids(page_ids)
-        writable = self._is_writable(ids)
+        # Rows that follow another one name its pages before there are bytes in them: those may still be written, once.
+        awaited = (self.accounts.refs[ids] > 1) & (self.accounts.pins[ids] == 0) & (self.accounts.filled[ids] == 0)
+        writable = self._is_writable(ids) | awaited
         if not writable.all():
             bad = ids[~writable]
             raise SharedPageWriteError(

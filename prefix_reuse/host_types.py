@@ -26,6 +26,8 @@ class PrefixRequest:
         reuse: False = look nothing up and publish nothing.
         lease: a hold on this prompt's match, taken earlier by `acquire`; its pages are used instead of a lookup.
         counted: False = the lookup joins no hit or miss counter (a row that comes back after an eviction).
+        follows: id of an earlier request of the same call with the same prompt, which computes it: this one shares every
+            full page of the prompt with it and gets private pages for the rest only (n samples of one prompt).
     """
 
     sequence_id: SequenceId
@@ -35,6 +37,7 @@ class PrefixRequest:
     reuse: bool = True
     lease: PrefixLease | None = None
     counted: bool = True
+    follows: SequenceId | None = None
 
 
 class PrefixEstimate(NamedTuple):
@@ -50,7 +53,7 @@ class PrefixAllocation(NamedTuple):
 
     Attributes:
         sequence_id: as requested.
-        shared_pages: int32, attached index entries, in token order.
+        shared_pages: int32, attached index entries and pages of the row that it follows, in token order.
         private_pages: int32, pages that only this row holds (suffix and runway); all newly allocated.
         shared_tokens: tokens covered by `shared_pages`.
         private_start: token position of the first slot of the first private page.
@@ -97,17 +100,19 @@ class HostRow:
 class PreparedGroup:
     """Pages held for several sequences until `commit_group` or `abort_group` ends it, exactly once."""
 
-    __slots__ = ("leases", "owner", "private_pages", "requests", "state")
+    __slots__ = ("followed_pages", "leases", "owner", "private_pages", "requests", "state")
 
     def __init__(
         self,
         requests: Sequence[PrefixRequest],
         leases: Sequence[PrefixLease],
+        followed_pages: Sequence[np.ndarray],
         private_pages: Sequence[np.ndarray],
         owner: object,
     ) -> None:
         self.requests = tuple(requests)
         self.leases = tuple(leases)
+        self.followed_pages = tuple(followed_pages)
         self.private_pages = tuple(private_pages)
         self.owner = owner
         self.state = LeaseState.PREPARED
