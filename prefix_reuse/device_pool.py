@@ -227,6 +227,33 @@ class DevicePool:
             self._touch()
         return freed
 
+    def fork(self, source: int, target: int, num_shared: int) -> tuple[int, int]:
+        """Lets row `target`, which holds only its private pages so far, continue where `source` stands.
+
+        The first `num_shared` pages of `source` come before those of `target`; from now on neither row may write them.
+
+        Returns:
+            (page, copy): the next page of `source`, and the first own page of `target`, into which what it holds belongs.
+            Both are `UNUSED` where a row has none.
+        """
+        above, own = self.pages(source), self.pages(target).copy()
+        shared = above[:num_shared].copy()
+        if num_shared > len(above) or num_shared + len(own) > self.max_columns:
+            raise PrefixReuseError(
+                f"row {target} cannot continue row {source}: {num_shared} of {len(above)} pages before its {len(own)}"
+            )
+        used = shared[shared != UNUSED]
+        if np.isin(used, own).any():
+            raise PrefixReuseError(f"row {target} already holds pages of row {source}")
+        self.refs[used] += 1
+        self.columns[target] = num_shared + len(own)
+        self.page_table[target, : self.columns[target]] = np.concatenate([shared, own])
+        self.shared_pages[target] = num_shared
+        self.seal(source, num_shared)
+        self.dirty = True
+        tail = int(above[num_shared]) if num_shared < len(above) else UNUSED
+        return tail, int(own[0]) if len(own) else UNUSED
+
     def forget(self, host_pages: Iterable[int]) -> None:
         """The host pages are gone: their mirrors are no longer resident, and free once no row names them."""
         for host_page in host_pages:

@@ -45,6 +45,7 @@ from prefix_reuse.outputs import (
 from prefix_reuse.plan import Chunk
 from prefix_reuse.programs import Programs
 from prefix_reuse.runner import DeviceRunner, check_refused, stop_ids_of
+from prefix_reuse.samples import end_group, form_groups, members, start_followers
 from prefix_reuse.scheduler import Scheduler
 from prefix_reuse.sequence import Sequence as Row
 from prefix_reuse.sequence import SequenceState
@@ -208,6 +209,9 @@ class Engine:
             )
             for i in range(params.n)
         ]
+        if reuse and self.scheduler.suffix_prefill and self.scheduler.share_device:
+            num_pages = min(self.config.num_device_pages, self.store.num_pages)
+            form_groups(samples, self.config.page_size, self.config.max_rows, num_pages)
         self._requests[request_id] = _Request(tokens, params, samples)
         self.scheduler.waiting += samples
         self.counters.requests.submitted += 1
@@ -292,6 +296,8 @@ class Engine:
             outputs = self.runner.prefill(chunks, rows)
             next_tokens, refused = jax.device_get((outputs.next_tokens, outputs.refused))
             check_refused(refused)
+            leaders = [(i, row) for i, (chunk, row) in enumerate(zip(chunks, rows, strict=True)) if chunk.is_last]
+            further = start_followers(self.runner, leaders, outputs, self.config.page_size)
         except Exception:
             self._prefill_failed(rows)
             raise
@@ -310,17 +316,20 @@ class Engine:
                 self._requests[row.request_id].logits.append(scores[here])
             if chunk.is_last:
                 row.move_to(SequenceState.PREFILLED)
+                end_group(row)
                 if row.scoring:
                     self._complete(row, "length")
                 else:
-                    row.first_token_at = row.first_token_at or self._clock()
-                    self._append(row, [int(next_tokens[i])])
+                    for sample, token in [(row, int(next_tokens[i])), *further.get(i, [])]:
+                        self.scheduler.commit(sample, row.prefilled_tokens)
+                        sample.first_token_at = sample.first_token_at or self._clock()
+                        self._append(sample, [token])
 
     def _next_chunks(self) -> tuple[list[Chunk], list[Row]]:
         chunks: list[Chunk] = []
         rows: list[Row] = []
         left = self.config.max_prefill_tokens
-        waiting = [r for r in self.scheduler.running if r.state is SequenceState.IN_PREFILL]
+        waiting = [r for r in self.scheduler.running if r.state is SequenceState.IN_PREFILL and r.leader is None]
         clean = [r for r in waiting if not r.failed_prefills]
         # A batch that failed is tried row by row, so that one bad row stops nobody else.
         for row in clean or sorted(waiting, key=lambda r: r.failed_prefills)[:1]:
@@ -340,8 +349,9 @@ class Engine:
         self.counters.requests.prefill_failures += 1
         for row in reversed(rows):
             row.failed_prefills += 1
-            self.offloader.detach(row)
-            self.scheduler.evict(row)
+            for sample in reversed(members(row)):
+                self.offloader.detach(sample)
+                self.scheduler.evict(sample)
         self._recover_device()
 
     def _recover_device(self) -> None:

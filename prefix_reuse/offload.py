@@ -97,18 +97,17 @@ class Offloader:
         """Points the row's published device pages at the shared ones (M3), and closes them for writing in any case."""
         if row.row is None or not (self.scheduler.reuse and row.reuse):
             return
-        done = min(int(account.shared_pages[row.row]) for account in self.runner.accounts)
-        full = row.committed_kv_tokens // self.config.page_size
+        done, full = row.mirrored_pages, row.committed_kv_tokens // self.config.page_size
         if full <= done:
             return
-        host_pages = np.asarray(self.cache.pages(row.id))[:full]
-        indexed = done + self.scheduler.num_indexed(host_pages[done:])
+        host_pages = np.asarray(self.cache.pages(row.id))[done:full]
+        host_pages = host_pages[: self.scheduler.num_indexed(host_pages)]
         for account in self.runner.accounts:
             if self.scheduler.share_device:
-                first = int(account.shared_pages[row.row])
-                self.counters.decode.pages_deduplicated += account.share(row.row, host_pages[first:indexed], first)
+                self.counters.decode.pages_deduplicated += account.share(row.row, host_pages, done)
             else:
-                account.seal(row.row, indexed)
+                account.seal(row.row, done + len(host_pages))
+        row.mirrored_pages += len(host_pages)
 
     def flush_full_pages(self, row: Row) -> None:
         """Starts copying to the host what became full since the last flush; cached pages are not copied again (A20)."""

@@ -12,9 +12,11 @@ from typing import Any
 
 import jax
 
+from pallas_kernels import copy_within
 from prefix_reuse import device_pages
 from prefix_reuse.config import EngineConfig
 from prefix_reuse.errors import ConfigError
+from prefix_reuse.sampling import SamplingState, sample
 from prefix_reuse.steps import CompilationCounter, PagedModel, decode_steps, make_attend, prefill_step
 from prefix_reuse.transfer import PageTransfer
 
@@ -41,6 +43,8 @@ class Programs:
         self.decode = jit_step(count("decode_steps", decode), device)
         self.rebuild = jax.jit(count("rebuild_tables", device_pages.rebuild), donate_argnums=0)
         self.unembed = jax.jit(count("unembed", model.unembed))
+        self.resample = jax.jit(count("sample_again", _sample_rows))
+        self.copy_pages = jax.jit(count("copy_tails", copy_within), donate_argnums=0)
         self.poison = jax.jit(count("poison_pages", _poison), donate_argnums=0)
         self.transfer = PageTransfer(device, self.counter)
 
@@ -64,6 +68,13 @@ def jit_step(step: Callable[..., Any], device: Any, **options: Any) -> Any:
     if device.platform == "gpu":
         options = {"xla_gpu_memory_limit_slop_factor": 10_000, **options}
     return jax.jit(step, donate_argnums=1, compiler_options=options or None)
+
+
+def _sample_rows(
+    logits: jax.Array, rows: jax.Array, counts: jax.Array, sampling: SamplingState, index: jax.Array
+) -> jax.Array:
+    """int32 [B]: a token for each of `rows` (int32 [B], into logits [N, V]), by its own parameters and random stream."""
+    return sample(logits[rows], counts, sampling, index)
 
 
 def _poison(kv_pages: jax.Array, page: jax.Array) -> jax.Array:

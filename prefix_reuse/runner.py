@@ -152,6 +152,24 @@ class DeviceRunner:
             counts = self._no_counts[size]
         return {"sampling": state, "counts": counts, "index": index}
 
+    def sample_again(self, outputs: PrefillOutputs, batch_rows: Sequence[int], rows: Sequence[Row]) -> np.ndarray:
+        """int32 [N]: first tokens of N further samples; sample i continues row `batch_rows[i]` of the last prefill batch."""
+        size = self.config.max_rows
+        index = np.zeros(size, np.int32)
+        index[: len(rows)] = batch_rows
+        state = self._sampling(rows, size)
+        tokens = self.programs.resample(outputs.logits, index, state["counts"], state["sampling"], state["index"])
+        return np.asarray(tokens)[: len(rows)]
+
+    def copy_tails(self, tails: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """Copies device pages within each pool: for each layer group (page, copy) pairs, at most one per row."""
+        pools = []
+        for pool, pairs in zip(self.pools, tails, strict=True):
+            ids = np.full((2, self.config.max_rows), device_pages.UNUSED, np.int32)
+            ids[:, : len(pairs)] = np.array(pairs, np.int32).reshape(-1, 2).T
+            pools.append(pool.replace(kv_pages=self.programs.copy_pages(pool.kv_pages, ids[0], ids[1])))
+        self.pools = tuple(pools)
+
     def unembed(self, hidden: jax.Array) -> np.ndarray:
         """f32 [N, V] logits on the host."""
         return np.asarray(self.programs.unembed(self.params, hidden))
@@ -210,6 +228,8 @@ class DeviceRunner:
             inputs = prefill_inputs(batch, sampling)
             outputs, self.pools = self.programs.prefill(self.params, self.pools, inputs)
             self.unembed(outputs.hidden)
+            self.sample_again(outputs, [], [])
+        self.copy_tails([[] for _ in self.pools])
         for size in self.decode_buckets:
             yield f"decode {size} rows"
             self._warmup_decode(size)

@@ -7,15 +7,17 @@ never block each other half way; what does not fit waits with nothing held.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from prefix_reuse.config import EngineConfig
 from prefix_reuse.errors import HostPagesExhausted
-from prefix_reuse.host_store import HostPageStore, PrefixRequest
+from prefix_reuse.host_store import HostPageStore, PrefixRequest, PreparedGroup
+from prefix_reuse.lease import LeaseState
 from prefix_reuse.plan import DevicePlan, PageDemand, pages_for, plan_device_pages, plan_prefill
 from prefix_reuse.runner import DeviceRunner
+from prefix_reuse.samples import members
 from prefix_reuse.sequence import WAITING, SequenceState
 from prefix_reuse.sequence import Sequence as Row
 from prefix_reuse.stats import EngineCounters
@@ -28,6 +30,8 @@ class Admission:
 
     sequence: Row
     demand: PageDemand
+    group: PreparedGroup | None = None
+    """Host pages of this row and its followers, to be committed once the device has room for all of them."""
 
 
 class Scheduler:
@@ -76,40 +80,57 @@ class Scheduler:
                 return
             admissions.append(admission)
         for sequence in self.waiting:
-            if len(admissions) >= free_rows:
+            if sequence.leader is not None:
+                continue  # comes in with its leader
+            if len(admissions) + len(members(sequence)) > free_rows:
                 return
             if self._waits_for_wave(sequence, [a.sequence for a in admissions]):
                 self.counters.requests.wave_waits += 1
                 continue
-            admission = self._take_host_pages(sequence, admissions)
-            if admission is None:
+            taken = self._take_host_pages(sequence, admissions)
+            if taken is None:
                 return
-            admissions.append(admission)
+            admissions += taken
 
     def _give_back(self, admissions: list[Admission]) -> None:
         self.counters.decode.rollbacks += 1
         for admission in admissions:
             if admission.sequence.state in WAITING:
-                self.cache.release(admission.sequence.id)
+                self._release_host(admission)
 
-    def _take_host_pages(self, sequence: Row, before: list[Admission]) -> Admission | None:
-        """Allocates host pages, with the hit attached; None when host or device pages do not suffice (nothing is held)."""
+    def _release_host(self, admission: Admission) -> None:
+        if admission.group is not None and admission.group.state is LeaseState.PREPARED:
+            self.cache.abort_group(admission.group, admission.sequence)
+        self.cache.release(admission.sequence.id)
+
+    def _take_host_pages(self, sequence: Row, before: list[Admission]) -> list[Admission] | None:
+        """Allocates host pages of a row and its followers, with the hit attached; None when they do not suffice."""
         total = pages_for(sequence.capacity_tokens, self.config.page_size)
 
-        def admission(host_pages: np.ndarray) -> Admission:
-            return Admission(sequence, PageDemand(host_pages, len(host_pages), total - len(host_pages)))
+        def admissions(host_pages: np.ndarray) -> list[Admission]:
+            own = Admission(sequence, PageDemand(host_pages, len(host_pages), total - len(host_pages)))
+            tail = PageDemand(host_pages[:0], 0, total - len(sequence.prompt) // self.config.page_size)
+            return [own, *(Admission(follower, tail) for follower in sequence.followers)]
 
         # Looked at without side effects first, so that a request that has to wait counts and evicts nothing.
-        if not self._fits([*before, admission(self.cached_pages(sequence))]):
+        if not self._fits([*before, *admissions(self.cached_pages(sequence))]):
             return None
         if not sequence.uses_host:
-            return admission(np.zeros(0, np.int32))
+            return admissions(np.zeros(0, np.int32))
         try:
-            allocation = self.cache.allocate_pages_for_sequences_with_prefix([self._request(sequence)])[0]
+            if sequence.followers:
+                requests = [self._request(row) for row in members(sequence)]
+                group = self.cache.prepare_group(requests, sequence)
+                hit = group.leases[0].page_ids
+            else:
+                group = None
+                hit = self.cache.allocate_pages_for_sequences_with_prefix([self._request(sequence)])[0].shared_pages
         except HostPagesExhausted:
             return None
-        sequence.shared_tokens = allocation.shared_tokens
-        return admission(allocation.shared_pages if self.suffix_prefill else allocation.shared_pages[:0])
+        for row in members(sequence):
+            row.shared_tokens = len(hit) * self.config.page_size
+        first, *rest = admissions(hit if self.suffix_prefill else hit[:0])
+        return [replace(first, group=group), *rest]
 
     def cached_pages(self, sequence: Row) -> np.ndarray:
         """Host pages that a lookup would find for prefill now; no side effect."""
@@ -124,7 +145,8 @@ class Scheduler:
             capacity_tokens=sequence.capacity_tokens,
             namespace=sequence.namespace,
             reuse=sequence.reuse,
-            counted=not sequence.admitted_before,
+            counted=not sequence.admitted_before and sequence.leader is None,
+            follows=None if sequence.leader is None else sequence.leader.id,
         )
 
     def _resume_demand(self, sequence: Row) -> PageDemand:
@@ -176,7 +198,7 @@ class Scheduler:
                 if np.isin(admission.demand.host_pages, bad_pages).any():
                     self.evict(sequence)  # its own bytes are gone: it computes them again
             else:
-                self.cache.release(sequence.id)
+                self._release_host(admission)
         for page in bad_pages:
             self.cache.drop_entry(page)
 
@@ -191,6 +213,9 @@ class Scheduler:
             if loads:
                 targets = [pages[[i for _, i in plan.loads]] for pages, plan in zip(allocated, plans, strict=True)]
                 self.runner.load([payloads[h] for h, _ in loads], targets)
+            for admission in admissions:
+                if admission.group is not None:
+                    self.cache.commit_group(admission.group, admission.sequence)
         except BaseException:
             for account, plan in zip(self.runner.accounts, plans, strict=True):
                 for row in rows:
@@ -213,6 +238,9 @@ class Scheduler:
 
     def _start_prefill(self, sequence: Row) -> None:
         sequence.move_to(SequenceState.IN_PREFILL)
+        if sequence.leader is not None:  # it waits for the prompt that its leader computes, and counts nothing
+            sequence.admitted_before = True
+            return
         hit = sequence.shared_tokens if self.suffix_prefill else 0
         plan = plan_prefill(sequence.tokens, hit, self.config.page_size)
         # Cached pages are on the host already: the offload starts behind them, whether or not they are computed again.

@@ -56,6 +56,10 @@ class Sequence:
     """Only the logits of the prompt are wanted; nothing is generated."""
     reuse: bool = True
     """May attach cached pages and publish its own."""
+    leader: Sequence | None = None
+    """The sample of the same request that computes the prompt for this one too, until it has (`samples.py`)."""
+    followers: list[Sequence] = field(default_factory=list)
+    """Samples that wait for this one's prompt; they are admitted, and go back to the line, together with it."""
 
     state: SequenceState = SequenceState.QUEUEING
     generated: list[int] = field(default_factory=list)
@@ -73,6 +77,8 @@ class Sequence:
     """Leading full pages whose copy to the host was started (or that were attached)."""
     published_pages: int = 0
     """Leading full pages that were published, so that a boundary without a new full page has nothing to publish."""
+    mirrored_pages: int = 0
+    """Leading columns of its device row that were closed, or shared, since it got the row."""
     pending_copies: int = 0
     """Copies to the host that were started and have not landed."""
     epoch: int = 0
@@ -138,4 +144,4 @@ class Sequence:
         """After all pages were given back: nothing is committed, prefilled or offloaded any more."""
         self.row = None
         self.committed_kv_tokens = self.prefilled_tokens = self.shared_tokens = 0
-        self.offloaded_pages = self.published_pages = 0
+        self.offloaded_pages = self.published_pages = self.mirrored_pages = 0

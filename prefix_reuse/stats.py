@@ -26,7 +26,7 @@ class RequestCounters:
 
 @dataclass
 class PrefillCounters:
-    """M2: what prompts cost, per sample. A resumed (re-entered) row counts in `resumed_tokens` only."""
+    """M2: what prompts cost; samples that share one prefill count once. A resumed row counts in `resumed_tokens` only."""
 
     prompt_tokens: int = 0
     computed_tokens: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -238,7 +239,7 @@ def test_a_page_that_cannot_be_read_is_dropped_and_recomputed(fault: str, monkey
             raise OSError("disk on fire")
         return tuple(a[:1] for a in payload) if fault == "short" else None
 
-    monkeypatch.setattr(e.cache, "read", read)
+    monkeypatch.setattr(e.store, "read", read)
     prompts = [prompt(14, seed=5 + i, start=base) for i in range(2)]
     outs = e.generate(prompts, GREEDY)
     monkeypatch.undo()
@@ -646,8 +647,8 @@ def test_scoring_without_reuse_reads_and_changes_nothing_of_the_cache():
 # ---- compilations and in-place updates
 
 
-def test_nothing_compiles_after_warmup():
-    """H36: hits of 0, 1, 3, 7 pages, suffixes 1..4, batches 1..4, offload and reload of 1..9 pages."""
+def test_nothing_compiles_after_warmup(tmp_path: Path):
+    """H36: hits of 0, 1, 3, 7 pages, suffixes 1..4, batches 1..4, offload and reload of 1..9 pages; samples; a snapshot."""
     e = engine(max_prefill_tokens=64, poison=False)
     e.warmup()
     before = dict(e.stats().compilations)
@@ -670,6 +671,13 @@ def test_nothing_compiles_after_warmup():
         e.generate(base[: 4 * pages], ONE)
         e.drop_device_pages()
         e.generate(base[: 4 * pages], ONE)
+    for n in (2, 3, 4):
+        for length in (3, 8, 10):
+            e.generate(base[:length], SamplingParams(max_tokens=3, n=n, temperature=1.0, ignore_eos=True))
+    e.cache.save_snapshot(tmp_path)
+    e.clear_cache()
+    assert e.cache.load_snapshot(tmp_path).pages >= 9
+    assert e.generate(base[:36], ONE)[0].full_hit
     e.score(base)
     assert e.stats().compilations == before
     assert not compiled

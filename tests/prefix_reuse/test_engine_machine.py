@@ -54,15 +54,16 @@ class EngineMachine(RuleBasedStateMachine):
             share_in_wave=wave,
         )
         self.wanted: dict[int, tuple[int, ...]] = {}
-        self.lengths: dict[int, int] = {}
+        self.prefixes: list[Any] = []
 
     def finish(self, outputs: list[Any]) -> None:
         for output in outputs:
             want = self.wanted.pop(output.request_id)
-            if output.finish_reason == "cancelled":
-                assert output.token_ids == want[: len(output.token_ids)]
-            else:
-                assert output.token_ids == want
+            for sample in output.samples:  # greedy: all alike
+                if sample.finish_reason == "cancelled":
+                    assert sample.token_ids == want[: len(sample.token_ids)]
+                else:
+                    assert sample.token_ids == want
             assert 0 <= output.cached_tokens <= output.prompt_tokens - 1
         check(self.e)
 
@@ -71,10 +72,12 @@ class EngineMachine(RuleBasedStateMachine):
         length=st.sampled_from(LENGTHS),
         seed=st.integers(0, 1),
         tokens=st.sampled_from([1, 3, 9]),
+        n=st.sampled_from([1, 1, 2, 4]),
     )
-    def submit(self, base: int, length: int, seed: int, tokens: int) -> None:
+    def submit(self, base: int, length: int, seed: int, tokens: int, n: int) -> None:
         if len(self.wanted) < 6:
-            request = self.e.submit(text(base, length, seed), SamplingParams(max_tokens=tokens, ignore_eos=True))
+            params = SamplingParams(max_tokens=tokens, ignore_eos=True, n=n)
+            request = self.e.submit(text(base, length, seed), params)
             self.wanted[request] = expected(self.kind, base, length, seed, tokens)
             check(self.e)
 
@@ -106,6 +109,21 @@ class EngineMachine(RuleBasedStateMachine):
             self.e.resume(data.draw(st.sampled_from(self.live())))
             check(self.e)
 
+    @rule(base=st.integers(0, 1), length=st.sampled_from(LENGTHS))
+    def hold_prefix(self, base: int, length: int) -> None:
+        if len(self.prefixes) < 2:  # more could keep the small store from ever admitting the largest request
+            self.prefixes.append(self.e.cache.hold(text(base, length, 0)[:8]))
+            check(self.e)
+
+    @precondition(lambda self: self.prefixes)
+    @rule(explicit=st.booleans())
+    def let_prefix_go(self, explicit: bool) -> None:
+        prefix = self.prefixes.pop()
+        if explicit:
+            prefix.release()
+        del prefix
+        check(self.e)
+
     @rule()
     def drop_device_pages(self) -> None:
         self.e.drop_device_pages()
@@ -124,6 +142,7 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "e"):
             return
+        self.prefixes.clear()
         for row in list(self.e.scheduler.running):
             if row.state is SequenceState.ON_HOLD:
                 self.e.resume(row.request_id)
