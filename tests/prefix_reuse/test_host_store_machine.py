@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import resource
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +19,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from pallas_kernels.layout import LayerGroup
 from prefix_reuse.errors import HostPagesExhausted
+from prefix_reuse.geometry import StoreGeometry
+from prefix_reuse.host_archive import StoredPrefix
 from prefix_reuse.host_store import HostPageStore, PrefixRequest
 from prefix_reuse.index import PrefixIndex
 
@@ -128,6 +132,7 @@ class HostMachine(RuleBasedStateMachine):
         self.freed: list[int] = []
         index = PrefixIndex(self.page_size, max_entries=max_entries)
         self.store = HostPageStore(self.num_pages, self.page_size, index=index, on_free=self.on_free)
+        self.store.bind(StoreGeometry.of((LayerGroup((0,), 1, 1, np.float32),), self.page_size))
         self.naive = NaiveHost(self.page_size, max_entries)
         self.tokens: dict[object, tuple[bytes, np.ndarray]] = {}
         self.leases: list = []
@@ -238,6 +243,53 @@ class HostMachine(RuleBasedStateMachine):
         self.naive.landed -= {int(p) for pages in group.private_pages for p in pages}
         self.groups.append(group)
 
+    @rule(prompt=PROMPTS, ns=st.sampled_from(NAMESPACES), n=st.integers(2, 3))
+    def prepare_samples(self, prompt, ns, n):
+        """Followers share every full page of the prompt with the first request."""
+        requests, hit, need = self.admission(prompt, ns, 1, n=n)
+        first, *rest = requests
+        requests = [first, *(replace(r, follows=first.sequence_id, counted=False) for r in rest)]
+        full = len(prompt) // self.page_size
+        needs = [need] + [need + len(hit) - full] * (n - 1)
+        assert [e.new_pages for e in self.store.estimate(requests)] == needs
+        if not self.model_admits(hit, sum(needs)):
+            with pytest.raises(HostPagesExhausted):
+                self.store.prepare_group(requests, "owner")
+            return
+        group = self.store.prepare_group(requests, "owner")
+        computed = group.private_pages[0][: full - len(hit)].tolist()
+        for i in range(n):
+            shared = [*hit, *computed] if i else hit
+            self.naive.holds[group, i] = [*shared, *group.private_pages[i].tolist()]
+        if hit:
+            self.naive.touch(ns, prompt)
+        self.naive.landed -= {int(p) for pages in group.private_pages for p in pages}
+        self.groups.append(group)
+
+    @rule(prompt=PROMPTS, ns=st.sampled_from(NAMESPACES), may_evict=st.booleans())
+    def insert(self, prompt, ns, may_evict):
+        """A prefix with its bytes from outside, as a snapshot brings them."""
+        tokens = prompt[: len(prompt) // self.page_size * self.page_size]
+        hit = self.naive.match(ns, tokens)
+        need = len(tokens) // self.page_size - len(hit)
+        page = (np.zeros(self.store.bound_geometry().parts[0].shape, np.float32),)
+        prefix = StoredPrefix(ns, tokens, [page] * (need + len(hit)))
+        fits = self.model_admits(hit, need) if may_evict else need <= self.free_pages()
+        if not fits:
+            with pytest.raises(HostPagesExhausted):
+                self.store.insert([prefix], may_evict=may_evict)
+            return
+        inserted = self.store.insert([prefix], may_evict=may_evict)
+        assert self.store.index is not None
+        new = self.store.index.peek(tokens, ns).page_ids.tolist()[len(hit) :]
+        assert len(new) == inserted
+        new += [-1] * (need - inserted)  # what `max_entries` kept out
+        self.naive.holds["insert"] = [*hit, *(p for p in new if p >= 0)]
+        self.naive.landed |= set(new)
+        self.naive.commit(ns, tokens, [*hit, *new])
+        self.naive.landed.discard(-1)
+        del self.naive.holds["insert"]
+
     @precondition(lambda self: self.groups)
     @rule(data=st.data(), commit=st.booleans())
     def end_group(self, data, commit):
@@ -258,7 +310,8 @@ class HostMachine(RuleBasedStateMachine):
 
     def start_copies(self, row):
         refs, pins = self.naive.refs(self.num_pages), self.naive.pins(self.num_pages)
-        pages = [p for p in self.naive.rows[row] if refs[p] == 1 and not pins[p] and p not in self.naive.copies]
+        pages = [p for p in self.naive.rows[row] if not pins[p] and p not in self.naive.copies]
+        pages = [p for p in pages if refs[p] == 1 or p not in self.naive.landed]
         self.store.begin_copy(np.array(pages, np.int32))
         self.naive.copies |= set(pages)
         self.naive.landed -= set(pages)
