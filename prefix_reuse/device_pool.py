@@ -250,7 +250,7 @@ class DevicePool:
         self.page_table[target, : self.columns[target]] = np.concatenate([shared, own])
         self.shared_pages[target] = num_shared
         self.seal(source, num_shared)
-        self.dirty = True
+        self._touch()
         tail = int(above[num_shared]) if num_shared < len(above) else UNUSED
         return tail, int(own[0]) if len(own) else UNUSED
 

@@ -28,3 +28,14 @@ def test_own_step_shares_two_pages_and_gives_the_logits_of_a_cold_run(capsys) ->
 def test_own_step_fits_forty_lines_of_code() -> None:
     lines = (EXAMPLES / "own_step.py").read_text().splitlines()
     assert len([line for line in lines if line.strip()]) <= 40
+
+
+def test_prefixes_are_held_saved_and_found_again_after_a_restart(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["prefixes.py", str(tmp_path)])
+    names = runpy.run_path(str(EXAMPLES / "prefixes.py"))
+    full = len(names["engine"].tokenize(names["document"])) // 16 * 16
+    assert [(a.cached_tokens, len(a.samples)) for a in names["answers"]] == [(full, 3), (full, 3)]
+    assert (names["again"].cached_tokens, len(names["loaded"])) == (full, full)
+    assert not names["prefix"].is_held
+    assert names["engine"].store.open_leases == 0
+    assert "every full page of the prompt" in capsys.readouterr().out
