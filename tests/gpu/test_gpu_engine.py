@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -48,6 +49,26 @@ def test_warm_equals_cold_in_fp32_for_every_kind_of_hit(kind: str):
         want = off.generate(rows[1], SamplingParams(max_tokens=12, ignore_eos=True))[0].token_ids
         assert outputs[request].token_ids == want
         drained(e)
+
+
+@pytest.mark.parametrize("kind", ["llama", "hybrid"])
+def test_samples_share_their_prompt_and_a_snapshot_comes_back(kind: str, tmp_path: Path):
+    """B17, B20, X7: n = 3 with a copied tail; pages through the disk; the samples of engines without reuse."""
+    params = SamplingParams(max_tokens=8, temperature=1.0, seed=3, n=3, ignore_eos=True)
+    tokens = prompt(18, seed=1)
+    with jax.default_matmul_precision("highest"):
+        want = [s.token_ids for s in engine(kind, on=False).generate(tokens, params)[0].samples]
+        e = engine(kind)
+        out = e.generate(tokens, params)[0]
+        assert [s.token_ids for s in out.samples] == want
+        assert e.stats().prefill.computed_tokens == 18
+        assert e.cache.save_snapshot(tmp_path).pages == 4
+        fresh = engine(kind, snapshot_dir=str(tmp_path))
+        again = fresh.generate(tokens, params)[0]
+        assert again.cached_tokens == 16
+        assert [s.token_ids for s in again.samples] == want
+        for used in (e, fresh):
+            drained(used)
 
 
 def test_off_is_bitwise_on_with_an_empty_cache():
