@@ -132,7 +132,7 @@ def test_preempted_requests_are_no_cache_hits():
     drained(e)
 
 
-def soak(requests: int, **sizes: int) -> None:
+def soak(requests: int, **sizes: Any) -> None:
     """H11: lengths 1..40, a quarter share a prefix, a tenth is cancelled, four at a time, a small pool."""
     rng = np.random.default_rng(1)
     e = engine(num_host_pages=48, **sizes)

@@ -185,7 +185,7 @@ def test_the_first_tokens_come_from_the_same_logits():
 
 
 @pytest.mark.parametrize("penalty", [{"repetition_penalty": 1.7}, {"presence_penalty": 2.0, "frequency_penalty": 0.7}])
-def test_penalties_count_for_every_sample(penalty: dict[str, float]):
+def test_penalties_count_for_every_sample(penalty: dict[str, Any]):
     """H27b."""
     params = SamplingParams(max_tokens=8, n=3, temperature=0.7, seed=5, ignore_eos=True, **penalty)
     tokens = prompt(10, seed=1)
@@ -389,7 +389,12 @@ def test_stages_without_shared_pages_compute_every_sample_for_itself():
     """A3: without M2 or M3 there is nothing to share; the samples are the same."""
     tokens = prompt(10, seed=1)
     want = apart("llama", tokens, THREE)
-    for stages in ({"suffix_prefill": False}, {"decode_page_sharing": False}, {"share_in_wave": False}):
+    choices: list[dict[str, Any]] = [
+        {"suffix_prefill": False},
+        {"decode_page_sharing": False},
+        {"share_in_wave": False},
+    ]
+    for stages in choices:
         e = engine(**stages)
         out = e.generate(tokens, THREE)[0]
         assert [s.token_ids for s in out.samples] == want
