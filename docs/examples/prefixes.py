@@ -28,10 +28,10 @@ with engine.cache.hold(document) as prefix:  # its pages are not evicted inside 
 print(engine.cache.explain("all prompts of this experiment end here"))
 print(engine.cache.save_snapshot())
 
-restarted = Engine(model, config)  # loads the snapshot: same model, weights and settings, or it says why not
+# A new process would do the same: the snapshot of the same model, weights and settings is loaded, any other refused.
+restarted = Engine(model, config, programs=engine.programs)
 again = restarted.generate(document, SamplingParams(max_tokens=1))[0]
 print(again.cached_tokens, restarted.stats().snapshot)
-loaded = Engine(model, EngineConfig(page_size=16, max_context=256, enable_prefix_reuse=True)).cache.load(
-    f"{folder}/document"
-)
+restarted.clear_cache()
+loaded = restarted.cache.load(f"{folder}/document")
 print(loaded)

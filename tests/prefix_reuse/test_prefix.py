@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_helpers import GREEDY, check, cold, drained, engine, prompt
+from engine_helpers import GREEDY, check, drained, engine, prompt
 from store_helpers import contents, fill, make_cache, make_store, seq
 
 from prefix_reuse import SamplingParams
@@ -304,7 +304,7 @@ def test_thousands_of_holds_lose_no_page():
 
 def test_a_held_document_serves_questions_under_pressure():
     """X6 on an engine: other prompts push everything else out; the held pages are hit, the answer is the cold one."""
-    e = engine(num_host_pages=20, num_device_pages=20)
+    e = engine(num_host_pages=20)
     document = prompt(16, seed=1)
     e.generate(document, GREEDY)
     with e.cache.hold(document) as prefix:
@@ -315,8 +315,6 @@ def test_a_held_document_serves_questions_under_pressure():
         out = e.generate(question, GREEDY)[0]
         assert out.cached_tokens == 16
         assert out.token_ids == engine(on=False).generate(question, GREEDY)[0].token_ids
-        logits, first = e.score(np.append(question, 5), reuse=True)
-        np.testing.assert_allclose(logits, cold(np.append(question, 5))[first:], atol=1e-4)
     drained(e)
 
 

@@ -434,21 +434,20 @@ def test_a_restarted_process_hits_what_the_last_one_cached(tmp_path: Path) -> No
     assert (int(out["cached"]), int(out["salted"])) == (12, 0)
 
 
-@pytest.mark.parametrize("kind", ["llama", "hybrid"])
-def test_an_engine_with_new_weights_starts_cold_and_says_why(tmp_path: Path, kind: str) -> None:
+def test_an_engine_with_new_weights_starts_cold_and_says_why(tmp_path: Path) -> None:
     """H05, X7: the snapshot of w1 is refused under w2; the engine runs, cold."""
     tokens = prompt(14, seed=1)
-    first = engine(kind)
+    first = engine()
     first.generate(tokens, GREEDY)
     first.cache.save_snapshot(tmp_path)
-    same = engine(kind, snapshot_dir=str(tmp_path))
+    same = engine(snapshot_dir=str(tmp_path))
     assert same.generate(tokens, GREEDY)[0].cached_tokens == 12
-    other = engine(kind, seed=1, snapshot_dir=str(tmp_path))
+    other = engine(seed=1, snapshot_dir=str(tmp_path))
     assert len(index_of(other)) == 0
     assert other.stats().snapshot.refused == "other-namespace"
     out = other.generate(tokens, GREEDY)[0]
     assert out.cached_tokens == 0
-    assert out.token_ids == engine(kind, on=False, seed=1).generate(tokens, GREEDY)[0].token_ids
+    assert out.token_ids == engine(on=False, seed=1).generate(tokens, GREEDY)[0].token_ids
     for e in (first, same, other):
         drained(e)
 
