@@ -125,6 +125,8 @@ class Engine:
             counters=self.counters.snapshot,
             snapshot_dir=config.snapshot_dir,
         )
+        self.copies_in_background = device.platform == "gpu"
+        """Copies to the host go on while rows decode; a boundary waits for them only when somebody needs them."""
         self._requests: dict[int, _Request] = {}
         self._ids = self.store.ids
         self._finished: list[RequestOutput] = []
@@ -272,7 +274,7 @@ class Engine:
         return finished
 
     def _turn(self) -> None:
-        self.offloader.land()
+        self.offloader.land(wait=not self.copies_in_background or self._copies_are_missed())
         if self.config.poison:
             self.runner.poison_lost_pages()
         try:
@@ -286,6 +288,13 @@ class Engine:
             self._decode()  # what one row's prefill does must not stop the others
             raise
         self._decode()
+
+    def _copies_are_missed(self) -> bool:
+        """Whether somebody could be let in, or hit, once copies have landed; or there is nothing else to do."""
+        scheduler = self.scheduler
+        if scheduler.resuming or (scheduler.waiting and (self.runner.accounts[0].free_rows or self.offloader.closing)):
+            return True
+        return not any(row.is_live and row.state is not SequenceState.ON_HOLD for row in scheduler.running)
 
     def _prefill(self) -> None:
         chunks, rows = self._next_chunks()

@@ -48,10 +48,15 @@ class Offloader:
         """Whether `land` has anything to do."""
         return bool(self.pending or self.landed or self.failed or self.closing)
 
-    def land(self) -> None:
-        """Waits for copies to the host, publishes the pages that are complete, releases completed rows."""
+    def land(self, *, wait: bool = True) -> None:
+        """Publishes the pages whose copies to the host are complete, releases completed rows.
+
+        Without `wait` it takes what has landed by now, in the order in which copies were started, and leaves the rest.
+        """
         while self.pending:
             row, copy, slots, epoch = self.pending[0]
+            if not (wait or copy.ready):
+                break
             try:
                 copy.wait()
             except TransferError as error:  # the pages are not published; the row itself goes on
@@ -69,8 +74,9 @@ class Offloader:
             name, row = next(iter(self.landed.items()))
             self.publish(row)
             del self.landed[name]  # only now: what fails is tried again at the next boundary
-        while self.closing:
-            self.scheduler.release(self.closing.pop())
+        for row in [row for row in reversed(self.closing) if not row.pending_copies]:
+            self.closing.remove(row)
+            self.scheduler.release(row)
 
     def _copy_failed(self, host_pages: np.ndarray, error: Exception) -> None:
         self.failed.append(host_pages)

@@ -32,6 +32,11 @@ class PendingCopy:
     host_pages: np.ndarray
     payloads: tuple[Payload, ...]
 
+    @property
+    def ready(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return all(page.is_ready() for page in jax.tree.leaves(self.payloads))
+
     def wait(self) -> None:
         """Blocks until the bytes have landed; raises `TransferError` when they never will."""
         try:

@@ -289,6 +289,53 @@ def test_pages_are_matchable_only_after_their_bytes_landed():
     drained(e)
 
 
+class UnreadyCopies(PageTransfer):
+    """Copies that are under way until somebody waits for them."""
+
+    waits = 0
+
+    def offload(self, pools: Any, device_pages: Any, host_pages: Any) -> PendingCopy:
+        copy = super().offload(pools, device_pages, host_pages)
+        outer = self
+
+        class UnderWay(PendingCopy):
+            @property
+            def ready(self) -> bool:
+                return False
+
+            def wait(self) -> None:
+                outer.waits += 1
+                super().wait()
+
+        return UnderWay(copy.host_pages, copy.payloads)
+
+
+def test_rows_decode_while_copies_are_under_way_and_nobody_needs_them():
+    e = engine()
+    e.copies_in_background = True
+    transfer = e.runner.transfer = UnreadyCopies(e.runner.device, e.programs.counter)
+    base = prompt(12, seed=1)
+    first = e.submit(base, SamplingParams(max_tokens=30, ignore_eos=True))
+    for _ in range(3):
+        e.step()
+    assert e.stats().decode.tokens > 0
+    assert e.offloader.pending
+    assert transfer.waits == 0
+    assert len(index_of(e)) == 0
+    second = e.submit(prompt(14, seed=2, start=base), GREEDY)  # it can be let in, and hit: now the copies are waited for
+    e.step()
+    assert transfer.waits > 0
+    outputs: dict[int, Any] = {}
+    while e.has_work:
+        outputs.update((o.request_id, o) for o in e.step())
+        check(e)
+    assert outputs[second].cached_tokens == 12
+    off = engine(on=False)
+    assert outputs[first].token_ids == off.generate(base, SamplingParams(max_tokens=30, ignore_eos=True))[0].token_ids
+    assert outputs[second].token_ids == off.generate(prompt(14, seed=2, start=base), GREEDY)[0].token_ids
+    drained(e)
+
+
 def test_a_failed_offload_publishes_nothing_and_the_row_goes_on():
     e = engine()
     transfer = SlowCopies(e.runner.device, e.programs.counter)
