@@ -119,7 +119,7 @@ def test_a_torn_save_leaves_the_old_set_or_the_new_one(
         cache.store._fault = die
         with monkeypatch.context() as patch:
             if not cleans_up:
-                patch.setattr(snapshot, "_discard", lambda path: None)
+                patch.setattr(snapshot, "discard", lambda path: None)
             try:
                 cache.save_snapshot(folder)
                 seen = -1
@@ -151,7 +151,7 @@ def test_a_save_that_cannot_write_leaves_the_previous_set(
     target: dict[str, tuple[Any, str]] = {
         "rename": (Path, "rename"),
         "fsync": (os, "fsync"),
-        "orbax": (snapshot, "_save_tree"),
+        "orbax": (snapshot, "save_tree"),
     }
     before = cache.store.snapshot_counters()
     with monkeypatch.context() as patch:
@@ -248,7 +248,7 @@ def test_an_index_with_another_token_count_is_no_whole_set(tmp_path: Path) -> No
     entries = snapshot._load_entries(path, 5, 4)
     entries.tokens = entries.tokens[:4]
     shutil.rmtree(path / "index")
-    snapshot._save_tree(path / "index", dict(vars(entries)))
+    snapshot.save_tree(path / "index", dict(vars(entries)))
     with pytest.raises(SnapshotError, match="damaged"):
         make_cache().load_snapshot(tmp_path)
 
