@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from prefix_reuse.errors import IntegrityError, InvalidRequestError
-from prefix_reuse.hashing import as_tokens, root_key
+from prefix_reuse.hashing import INT32, as_tokens, root_key
 from prefix_reuse.index_check import check_tree
 from prefix_reuse.index_explain import explain
 from prefix_reuse.index_removal import IndexRemoval
 from prefix_reuse.index_state import Undo
-from prefix_reuse.index_tree import NO_PAGES, Node, Path, compact, is_leaf, path_pages, prefix_of, split, subtree, walk
-from prefix_reuse.index_types import CommitResult, Explanation, IndexRun, IndexStats
-from prefix_reuse.lease import PrefixMatch
+from prefix_reuse.index_tree import NO_PAGES, Node, is_leaf, join_pages, prefix_of, subtree, uses, walk
+from prefix_reuse.index_types import CommitResult, Explanation, IndexRun, IndexStats, new_result
+from prefix_reuse.lease import PrefixLease, PrefixMatch
 
 __all__ = ["PrefixIndex", "Undo"]
 
@@ -41,48 +41,6 @@ class PrefixIndex(IndexRemoval):
         array([7], dtype=int32)
     """
 
-    def lookup(self, tokens: Any, namespace: bytes) -> PrefixMatch:
-        """Longest cached prefix; refreshes the recency of exactly the matched pages and counts a hit or a miss."""
-        match = self.peek(tokens, namespace)
-        self.touch(match, tokens, namespace)
-        return match
-
-    def touch(self, match: PrefixMatch, tokens: Any, namespace: bytes) -> None:
-        """Count a `peek` as a lookup and refresh what it matched (of which the caller holds a reference since)."""
-        self._lookup_tokens += len(tokens)
-        if match.num_pages == 0:
-            self._misses += 1
-            return
-        path: Path = match.path
-        if path.version != self._splits:  # a split moved the borders of the runs since the peek
-            path = self.peek(tokens, namespace).path
-        self._hits += 1
-        self._matched_tokens += match.num_pages * self.page_size
-        self._compared += path.compared
-        self._refresh(path, hits=1)
-
-    def _refresh(self, path: Path, hits: int, undo: Undo | None = None) -> Node | None:
-        """Mark what `path` matched as used now; returns its last node, cut so that it ends where the match ends."""
-        self._tick += 1
-        tick = self._tick
-        now = self._clock() if self.policy.uses_time else 0.0
-        nodes = path.nodes
-        if path.partial is not None and path.partial_pages:
-            if path.partial_pages < path.partial.num_pages:
-                self._splits += 1
-                last = split(path.partial, path.partial_pages, self._step)
-            else:
-                last = path.partial
-            nodes = [*nodes, last]
-        if undo is not None:
-            before = [(n, n.last_access, n.hits, n.touched_at) for n in nodes]
-            undo.append(lambda: _restore_access(before))
-        for node in nodes:
-            node.last_access = tick
-            node.hits += hits
-            node.touched_at = now
-        return nodes[-1] if nodes else None
-
     def commit(
         self,
         tokens: Any,
@@ -90,16 +48,18 @@ class PrefixIndex(IndexRemoval):
         namespace: bytes,
         *,
         priority: int = 0,
+        lease: PrefixLease | None = None,
         accept: Callable[[np.ndarray], int] | None = None,
         undo: Undo | None = None,
     ) -> CommitResult:
         """Make the pages of a prompt entries. Entries that exist keep their own page and are refreshed.
 
         Args:
-            tokens: int32, at least `len(page_ids)` full pages.
-            page_ids: int32 [N], the pages that hold tokens 0 .. N * page_size - 1; the first N of the prompt.
+            tokens: int32, at least as many full pages as are named.
+            page_ids: int32 [N], the pages that hold tokens 0 .. N * page_size - 1; with `lease` the tokens after its match.
             namespace: digest of the namespace.
             priority: for policies that ask for it; applies to new entries.
+            lease: what `acquire` returned for this prompt, still open; for the very same array nothing is compared again.
             accept: told the page ids about to become entries; says how many leading ones may.
             undo: receives the steps that take this commit back.
 
@@ -107,26 +67,35 @@ class PrefixIndex(IndexRemoval):
             What became an entry. With `max_entries`, cold leaves go first; if what is in use leaves no room, only the
             leading pages that fit are inserted.
         """
-        tokens = as_tokens(tokens)
-        if type(page_ids) is not np.ndarray or page_ids.dtype != np.int32:
+        if type(page_ids) is not np.ndarray or page_ids.dtype is not INT32:
             page_ids = np.asarray(page_ids, np.int32)
-        count = len(page_ids)
-        if count * self.page_size > len(tokens):
-            raise InvalidRequestError(f"{count} pages need {count * self.page_size} tokens, got {len(tokens)}")
-        if count == 0:
+        first, same = 0, False
+        if lease is not None:
+            first = lease.match.num_pages
+            same = lease.tokens is tokens and lease.namespace == namespace
+        if not same:
+            tokens = as_tokens(tokens)
+        size, count = self.page_size, first + len(page_ids)
+        if count * size > len(tokens):
+            raise InvalidRequestError(f"{count} pages need {count * size} tokens, got {len(tokens)}")
+        if count == first:
             return CommitResult(slice(0, 0), NO_PAGES, NO_PAGES, NO_PAGES, [])
-        data = memoryview(tokens).cast("B")
         root = self._roots.get(namespace)
         if root is None:
             root = self._new_root(namespace)
-        path = walk(root, data, count, self._step, self._splits)
-        self._compared += path.compared
-        matched = path.num_pages
-        entry_ids = path_pages(path)
-        last = self._refresh(path, hits=0, undo=undo) or root
-        new = count - matched
+        last = self._end_of(lease.match, root, tokens) if same and lease is not None else None
+        if last is not None:  # `acquire` has refreshed what is matched
+            matched, entry_ids = first, NO_PAGES
+        else:
+            last, pages, found, _ = walk(root, tokens, count, self._step)
+            matched, entry_ids = last.start + pages, join_pages(found)[first:]
+            self._compared += len(found)
+            if last is not root:
+                last = self._refresh(last, pages, 0, undo)
+        at = matched - first
+        new = count - matched if at >= 0 else 0
         if new and accept is not None:
-            new = min(new, accept(page_ids[matched:]))
+            new = min(new, accept(page_ids[at:]))
         evicted = NO_PAGES
         if new and self.max_entries is not None and self._entries + new > self.max_entries:
             evicted = self.evict(self._entries + new - self.max_entries, keep=last, undo=undo)
@@ -135,54 +104,80 @@ class PrefixIndex(IndexRemoval):
         if new <= 0:
             if not root.children:
                 self._roots.pop(namespace, None)
-            return CommitResult(slice(matched, matched), entry_ids, NO_PAGES, evicted, [])
-        new_ids = page_ids[matched : matched + new].copy()
+            return CommitResult(slice(at, at), entry_ids, NO_PAGES, evicted, [])
+        new_ids = (page_ids if new == len(page_ids) else page_ids[at : at + new]).copy()
         new_ids.setflags(write=False)
-        at = matched * self._step
-        node = self._insert(last, bytes(data[at : at + new * self._step]), new_ids, matched, priority, undo)
+        data = tokens[matched * size : (matched + new) * size].tobytes()
+        held = lease is not None and lease.match.run is last
+        node = self._insert(last, data, new_ids, matched, priority, held, undo)
         digests = [] if self._digest is None else self._add_digests(last, node, new, namespace)
         self._entries += new
         self._inserted += new
-        return CommitResult(slice(matched, matched + new), entry_ids, new_ids, evicted, digests)
+        return new_result((slice(at, at + new), entry_ids, new_ids, evicted, digests))
+
+    def _end_of(self, match: PrefixMatch, root: Node, tokens: np.ndarray) -> Node | None:
+        """The run that ends where a held match ends, unless the prompt would match further, or no longer so far."""
+        end = match.num_pages
+        node = match.run if end else root
+        if match.version == self._version:
+            return node
+        if end and (node.parent is None or node.start + node.num_pages != end):
+            return None  # removed by force, or lengthened
+        size = self.page_size
+        if node.children and tokens[end * size : (end + 1) * size].tobytes() in node.children:
+            return None  # another prompt has gone on in the same way since
+        return node
 
     def _insert(
-        self, last: Node, data: bytes, page_ids: np.ndarray, start: int, priority: int, undo: Undo | None
+        self, last: Node, data: bytes, page_ids: np.ndarray, start: int, priority: int, held: bool, undo: Undo | None
     ) -> Node:
-        if self.policy.mergeable and is_leaf(last) and not last.soft_pinned and last.priority == priority:
-            return self._extend(last, data, page_ids, undo)
-        step = self._step
-        if last.parent is not None:
-            compact(last, step, worth=1)
-        node = Node(last, data if len(page_ids) == 1 else data[:step], data, page_ids, start)
+        self._version += 1
+        self._tick += 1
+        now = self._clock() if self._uses_time else 0.0
+        if (
+            self._mergeable
+            and last.children is None
+            and last.parent is not None
+            and last.holds
+            == held  # the run of a foreign lease keeps its end, so that the lease holds no more than its own
+            and last.priority == priority
+            and not last.soft_pinned
+        ):
+            self._extend(last, data, page_ids, now, undo)
+            return last
+        if last.parent is not None and len(last.tokens) > last.num_pages * self._step:
+            self._compact(last)  # only a leaf may have such a rest
+        node = Node(last, data if len(page_ids) == 1 else data[: self._step], data, page_ids, start)
         self._families += 1
         node.family = self._families
         node.last_access = self._tick
-        node.touched_at = last.touched_at or (self._clock() if self.policy.uses_time else 0.0)
+        node.touched_at = now
         node.priority = priority
         if last.children is None:
             last.children = {}
         last.children[node.key] = node
-        self._leaves.add(node)
+        self._leaves.renew(node)
         if undo is not None:
             undo.append(lambda: self._take_back(node))
         return node
 
-    def _extend(self, leaf: Node, data: bytes, page_ids: np.ndarray, undo: Undo | None) -> Node:
+    def _extend(self, leaf: Node, data: bytes, page_ids: np.ndarray, now: float, undo: Undo | None) -> None:
         """Lengthen a leaf in place: all its pages have the same recency, and one run is compared faster than two."""
         if undo is not None:
-            pages, ids = leaf.num_pages, leaf.page_ids
+            pages, ids, uses = leaf.num_pages, leaf.page_ids, (leaf.last_access, leaf.hits, leaf.touched_at)
+            undo.append(lambda: leaf.set_uses(*uses))
             undo.append(lambda: self._take_back(leaf, pages, ids))
+        leaf.last_access, leaf.touched_at = self._tick, now
         leaf.tokens = leaf.tokens[: leaf.num_pages * self._step] + data
-        if leaf.digests is not None:
-            del leaf.digests[leaf.num_pages :]
+        leaf.digests = leaf.digests[: leaf.num_pages * self._digest_bytes]
         leaf.page_ids = np.concatenate([leaf.page_ids, page_ids])
         leaf.page_ids.setflags(write=False)
         leaf.num_pages = len(leaf.page_ids)
-        return leaf
 
     def _take_back(self, node: Node, pages: int = 0, ids: np.ndarray = NO_PAGES) -> None:
         """Undo an insertion: shorten `node` to what it was, or unlink it."""
         new = node.num_pages - pages
+        self._version += 1
         self._entries -= new
         self._inserted -= new
         node.num_pages, node.page_ids = pages, ids
@@ -190,32 +185,25 @@ class PrefixIndex(IndexRemoval):
             self._unlink(node)
 
     def _add_digests(self, last: Node, node: Node, new: int, namespace: bytes) -> list[bytes]:
-        digest, step = self._digest, self._step
+        digest = self._digest
         assert digest is not None
-        if node is last or last.digests:
-            assert last.digests is not None
-            key = last.digests[-1]
-        else:
-            key = root_key(namespace, self.page_size)
-        data, first = node.tokens, (node.num_pages - new) * step
-        digests = []
-        for at in range(first, first + new * step, step):
-            key = digest(key + data[at : at + step])
-            digests.append(key)
-        if node.digests is None:
-            node.digests = digests
-        else:
-            node.digests.extend(digests)
+        size = self._digest_bytes
+        key = last.digests[-size:] if last.digests else root_key(namespace, self.page_size)
+        first = (node.num_pages - new) * self._step
+        pages: Any = np.frombuffer(node.tokens, self._page_bytes, new, first).tolist()  # bytes, one object a page
+        digests = [key := digest(key + page) for page in pages]
+        self._digest_bytes = len(key)
+        node.digests += b"".join(digests)
         return digests
 
     def __iter__(self) -> Iterator[IndexRun]:
         """Runs of pages, parents before children."""
         for namespace, root in self._roots.items():
-            for node in subtree(root):
+            for node, last_access, hits in reversed(list(uses(root))):
                 if node.num_pages:
                     tokens = np.frombuffer(node.tokens, np.int32, node.num_pages * self.page_size)
                     children = len(node.children or ())
-                    yield IndexRun(namespace, node.start, tokens, node.page_ids, node.last_access, node.hits, children)
+                    yield IndexRun(namespace, node.start, tokens, node.page_ids, last_access, hits, children)
 
     def prefixes(self) -> Iterator[tuple[bytes, np.ndarray, np.ndarray]]:
         """Each longest cached prefix as (namespace, tokens int32, page ids int32), hottest last."""
@@ -238,7 +226,7 @@ class PrefixIndex(IndexRemoval):
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` naming the first broken invariant; takes time in proportion to the entries."""
-        check_tree(self._roots, self._step, [*self._leaves.ordered(), *self._soft_leaves.ordered()])
+        check_tree(self._roots, self._step, [*self._leaves.ordered(), *self._soft_leaves.ordered()], self._digest_bytes)
         entries = sum(n.num_pages for root in self._roots.values() for n in subtree(root))
         soft = sum(n.num_pages for root in self._roots.values() for n in subtree(root) if n.soft_pinned)
         if (entries, soft) != (self._entries, self._soft_pinned):
@@ -258,15 +246,10 @@ class PrefixIndex(IndexRemoval):
             hits=self._hits,
             misses=self._misses,
             lookup_tokens=self._lookup_tokens,
-            matched_tokens=self._matched_tokens,
+            matched_tokens=self._matched_pages * self.page_size,
             inserted_pages=self._inserted,
             evicted_pages=self._evicted,
             removed_pages=self._removed,
             collision_checks=self._compared,
             invalidations=self._invalidations,
         )
-
-
-def _restore_access(before: list[tuple[Node, int, int, float]]) -> None:
-    for node, last_access, hits, touched_at in before:
-        node.last_access, node.hits, node.touched_at = last_access, hits, touched_at

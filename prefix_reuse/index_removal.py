@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from prefix_reuse.index_state import IndexState, Undo
-from prefix_reuse.index_tree import NO_PAGES, Node, compact, is_leaf, subtree
+from prefix_reuse.index_lookup import IndexLookup
+from prefix_reuse.index_state import Undo
+from prefix_reuse.index_tree import NO_PAGES, Node, hand_up, is_leaf, subtree
 
-MAX_TOMBSTONES = 4096
 
-
-class IndexRemoval(IndexState):
+class IndexRemoval(IndexLookup):
     """The part of `PrefixIndex` that drops entries."""
 
     def evict(self, n: int, *, keep: Node | None = None, undo: Undo | None = None) -> np.ndarray:
@@ -25,19 +24,27 @@ class IndexRemoval(IndexState):
         out: list[np.ndarray] = []
         count = 0
         for leaves in (self._leaves, self._soft_leaves):
-            passed: list[Node] = []
+            passed: list[Node] = []  # stay in the order, but not in the way of this call
             leaves.start()
-            while count < n and (node := leaves.pop()) is not None:
-                want = min(n - count, node.num_pages)
-                free = 0 if node is keep else self._free_tail(node, want)
-                if free:
-                    out.append(node.page_ids[node.num_pages - free :])
-                    self._cut(node, free, undo)
-                    count += free
-                if node.num_pages:
-                    passed.append(node)  # stays in the order, but not in the way of this call
+            while count < n and (node := leaves.first()) is not None:
+                pages = node.num_pages
+                if node.holds or node is keep:
+                    want = 0
+                else:
+                    want = min(n - count, pages)
+                    if self._busy is not None:
+                        want = self._free_tail(node, want)
+                if want:
+                    out.append(node.page_ids if want == pages else node.page_ids[pages - want :])
+                    self._cut(node, want, undo)
+                    count += want
+                if want < pages and count < n:
+                    passed.append(node)
+                    leaves.drop(node)
             for node in passed:
                 leaves.add(node)
+            if count == n:
+                break
         self._evicted += count
         if undo is not None and count:
             undo.append(lambda: self._add_evicted(-count))
@@ -48,8 +55,7 @@ class IndexRemoval(IndexState):
 
     def _free_tail(self, node: Node, want: int) -> int:
         """How many of the last `want` pages may go: those behind the last page in use."""
-        if self._busy is None:
-            return want
+        assert self._busy is not None
         in_use = self._busy(node.page_ids[node.num_pages - want :]).nonzero()[0]
         return want - (int(in_use[-1]) + 1 if in_use.size else 0)
 
@@ -61,22 +67,28 @@ class IndexRemoval(IndexState):
         self._entries -= pages
         if node.soft_pinned:
             self._soft_pinned -= pages
-        self._bury(node, left)
-        node.page_ids = node.page_ids[:left]
         node.num_pages = left
-        if left == 0:
-            self._unlink(node)
-        elif undo is None:
-            compact(node, self._step)
+        if left:
+            node.page_ids = node.page_ids[:left]
+            return
+        node.page_ids = NO_PAGES
+        parent = node.parent
+        assert parent is not None
+        self._bury(parent.family, node.start, node.key)
+        self._unlink(node)
 
     def _undo_cut(self, node: Node) -> Callable[[], None]:
         parent, ids, pages = node.parent, node.page_ids, node.num_pages
         assert parent is not None
+        uses = parent.last_access, parent.hits, parent.touched_at
 
         def restore() -> None:
             back = pages - node.num_pages
+            self._version += 1
             if node.num_pages == 0:
+                self._tombstones.popitem()
                 node.parent = parent
+                parent.set_uses(*uses)
                 if parent.children is None:
                     parent.children = {}
                 parent.children[node.key] = node
@@ -86,19 +98,10 @@ class IndexRemoval(IndexState):
             self._entries += back
             if node.soft_pinned:
                 self._soft_pinned += back
-            self._tombstones.popitem()
             if is_leaf(node):
                 self._queue(node).renew(node)
 
         return restore
-
-    def _bury(self, node: Node, left: int) -> None:
-        """Remember where an evicted page was, so that a later miss there can say so."""
-        first = node.tokens[left * self._step : (left + 1) * self._step]
-        family = node.family if left or node.parent is None else node.parent.family
-        self._tombstones[family, node.start + left, first] = None
-        if len(self._tombstones) > MAX_TOMBSTONES:
-            self._tombstones.popitem(last=False)
 
     def remove(self, page_id: int) -> np.ndarray:
         """Drop the entry that names `page_id` and everything that hangs below it, used or not.
@@ -119,16 +122,19 @@ class IndexRemoval(IndexState):
         soft = sum(n.num_pages for n in below[1:] if n.soft_pinned) + (node.num_pages - left) * node.soft_pinned
         for child in below[1:]:
             child.parent, child.children = None, None
-        self._bury(node, left)
+            hand_up(child, node)
         node.children = None
         node.page_ids, node.num_pages = node.page_ids[:left], left
+        self._version += 1
         self._entries -= len(ids)
         self._soft_pinned -= soft
         self._removed += len(ids)
-        if left == 0:
+        parent = node.parent
+        if left == 0 and parent is not None:
+            self._bury(parent.family, node.start, node.key)
             self._unlink(node)
         else:
-            compact(node, self._step)
+            self._compact(node)
             self._queue(node).add(node)
         return ids
 
@@ -147,6 +153,7 @@ class IndexRemoval(IndexState):
                     self._soft_pinned -= node.num_pages
                 node.parent, node.children, node.tokens = None, None, b""
         out = np.concatenate(ids)
+        self._version += 1
         self._entries -= len(out)
         self._removed += len(out)
         self._invalidations += 1
@@ -166,11 +173,12 @@ class IndexRemoval(IndexState):
             Pages whose pin was changed by this call.
         """
         match = self.peek(tokens, namespace)
-        if match.path is None:
-            return 0
-        nodes = list(match.path.nodes)
-        if match.path.partial_pages:
-            nodes.append(self._split_at(match.path.partial, match.path.partial_pages))
+        nodes: list[Node] = []
+        node = self._split_at(match.run, match.run_pages) if match.num_pages else None
+        while node is not None and not node.is_root:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
         changed = 0
         for node in nodes if pinned else reversed(nodes):
             if node.soft_pinned == pinned:

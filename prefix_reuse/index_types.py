@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +26,10 @@ class CommitResult(NamedTuple):
     new_ids: np.ndarray
     evicted: np.ndarray
     digests: list[bytes]
+
+
+new_result: Callable[[tuple], CommitResult] = partial(tuple.__new__, CommitResult)
+"""A `CommitResult` of all its fields in one tuple, at half the time: its constructor runs in Python."""
 
 
 class IndexRun(NamedTuple):
