@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from prefix_reuse.hashing import xxh3_digest
 from prefix_reuse.host_store import HostPageStore, PrefixRequest
 from prefix_reuse.index import PrefixIndex
-from prefix_reuse.simulate import mooncake_prompts, replay
+from prefix_reuse.simulate import replay
+from prefix_reuse.traces import mooncake_prompts
 
 PAGE, TOKENS = 16, 32_768
 PAGES = TOKENS // PAGE

@@ -139,24 +139,27 @@ class LeafQueue:
 
     def first(self) -> Any | None:
         """The leaf with the smallest key, which stays in the queue; None if there is no leaf."""
-        line, heap, key_of, now = self._line, self._heap, self._key, self._now
-        while line or heap:
-            in_line = not heap or (line and line[0] < heap[0])
-            key, record, node = line[0] if in_line else heap[0]
-            if node.record == record:
-                leaf = not node.children and node.parent is not None
-                if leaf and key_of(node, now) == key:
-                    return node
-                node.record = 0
+        line, heap = self._line, self._heap
+        while True:
+            if heap and (not line or heap[0] < line[0]):
+                key, record, node = heap[0]
+                lined = False
+            elif line:
+                key, record, node = line[0]
+                lined = True
             else:
-                leaf = False
-            if in_line:
+                return None
+            leaf = node.record == record and node.children is None and node.parent is not None
+            if leaf and self._key(node, self._now) == key:
+                return node
+            if lined:
                 line.popleft()
             else:
                 heapq.heappop(heap)
             if leaf:
                 self.renew(node)
-        return None
+            elif node.record == record:
+                node.record = 0
 
     def drop(self, node: Any) -> None:
         """Take out a leaf; its record is void."""

@@ -69,57 +69,51 @@ class PrefixIndex(IndexRemoval):
         """
         if type(page_ids) is not np.ndarray or page_ids.dtype is not INT32:
             page_ids = np.asarray(page_ids, np.int32)
-        first, same = 0, False
+        first, at, last, held = 0, 0, None, False
         if lease is not None:
             first = lease.match.num_pages
-            same = lease.tokens is tokens and lease.namespace == namespace
-        if not same:
+            if lease.tokens is tokens and lease.namespace == namespace:
+                last = self._end_of(lease.match, tokens, namespace)
+                held = True
+        if last is None:
             tokens = as_tokens(tokens)
-        size, count = self.page_size, first + len(page_ids)
-        if count * size > len(tokens):
-            raise InvalidRequestError(f"{count} pages need {count * size} tokens, got {len(tokens)}")
-        if count == first:
-            return CommitResult(slice(0, 0), NO_PAGES, NO_PAGES, NO_PAGES, [])
-        root = self._roots.get(namespace)
-        if root is None:
-            root = self._new_root(namespace)
-        last = self._end_of(lease.match, root, tokens) if same and lease is not None else None
-        if last is not None:  # `acquire` has refreshed what is matched
-            matched, entry_ids = first, NO_PAGES
-        else:
-            last, pages, found, _ = walk(root, tokens, count, self._step)
-            matched, entry_ids = last.start + pages, join_pages(found)[first:]
-            self._compared += len(found)
-            if last is not root:
-                last = self._refresh(last, pages, 0, undo)
-        at = matched - first
-        new = count - matched if at >= 0 else 0
-        if new and accept is not None:
+        size, named = self.page_size, len(page_ids)
+        if (first + named) * size > len(tokens):
+            raise InvalidRequestError(f"{first + named} pages need {(first + named) * size} tokens, got {len(tokens)}")
+        entry_ids = evicted = NO_PAGES
+        if named == 0:
+            return CommitResult(slice(0, 0), entry_ids, NO_PAGES, evicted, [])
+        if last is None:
+            last, entry_ids = self._walk_to(tokens, first + named, namespace, undo)
+            at, entry_ids = last.start + last.num_pages - first, entry_ids[first:]
+            held = lease is not None and lease.match.run is last
+        new = named - at if at >= 0 else 0
+        if accept is not None and new:
             new = min(new, accept(page_ids[at:]))
-        evicted = NO_PAGES
-        if new and self.max_entries is not None and self._entries + new > self.max_entries:
-            evicted = self.evict(self._entries + new - self.max_entries, keep=last, undo=undo)
-            new = min(new, self.max_entries - self._entries)
-            self._roots[namespace] = root  # in case the eviction emptied this very namespace
+        if self.max_entries is not None and len(self) + new > self.max_entries:
+            evicted = self.evict(len(self) + new - self.max_entries, keep=last, undo=undo)
+            new = min(new, self.max_entries - len(self))
+            if last.parent is None:
+                self._roots[namespace] = last  # in case the eviction has emptied this very namespace
         if new <= 0:
-            if not root.children:
+            if last.parent is None and not last.children:
                 self._roots.pop(namespace, None)
             return CommitResult(slice(at, at), entry_ids, NO_PAGES, evicted, [])
-        new_ids = (page_ids if new == len(page_ids) else page_ids[at : at + new]).copy()
+        new_ids = (page_ids if new == named else page_ids[at : at + new]).copy()
         new_ids.setflags(write=False)
-        data = tokens[matched * size : (matched + new) * size].tobytes()
-        held = lease is not None and lease.match.run is last
-        node = self._insert(last, data, new_ids, matched, priority, held, undo)
-        digests = [] if self._digest is None else self._add_digests(last, node, new, namespace)
-        self._entries += new
+        start = first + at
+        node = self._insert(
+            last, tokens[start * size : (start + new) * size].tobytes(), new_ids, start, priority, held, undo
+        )
         self._inserted += new
+        digests = [] if self._digest is None else self._add_digests(last, node, new, namespace)
         return new_result((slice(at, at + new), entry_ids, new_ids, evicted, digests))
 
-    def _end_of(self, match: PrefixMatch, root: Node, tokens: np.ndarray) -> Node | None:
+    def _end_of(self, match: PrefixMatch, tokens: np.ndarray, namespace: bytes) -> Node | None:
         """The run that ends where a held match ends, unless the prompt would match further, or no longer so far."""
         end = match.num_pages
-        node = match.run if end else root
-        if match.version == self._version:
+        node = match.run if end else self._roots.get(namespace)
+        if node is None or match.version == self._version:
             return node
         if end and (node.parent is None or node.start + node.num_pages != end):
             return None  # removed by force, or lengthened
@@ -128,34 +122,38 @@ class PrefixIndex(IndexRemoval):
             return None  # another prompt has gone on in the same way since
         return node
 
+    def _walk_to(
+        self, tokens: np.ndarray, full_pages: int, namespace: bytes, undo: Undo | None
+    ) -> tuple[Node, np.ndarray]:
+        """The run that ends where the entries of a prompt end, now marked as used, and the page ids of the entries."""
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._new_root(namespace)
+        run, pages, found, _ = walk(root, tokens, full_pages, self._step)
+        self._compared += len(found)
+        return root if run is root else self._refresh(run, pages, 0, undo), join_pages(found)
+
     def _insert(
         self, last: Node, data: bytes, page_ids: np.ndarray, start: int, priority: int, held: bool, undo: Undo | None
     ) -> Node:
-        self._version += 1
-        self._tick += 1
+        """Store new pages behind `last`; `held`: the lease of this commit is on `last`."""
+        self._version = version = self._version + 1
+        self._tick = tick = self._tick + 1
         now = self._clock() if self._uses_time else 0.0
-        if (
-            self._mergeable
-            and last.children is None
-            and last.parent is not None
-            and last.holds
-            == held  # the run of a foreign lease keeps its end, so that the lease holds no more than its own
-            and last.priority == priority
-            and not last.soft_pinned
-        ):
-            self._extend(last, data, page_ids, now, undo)
-            return last
-        if last.parent is not None and len(last.tokens) > last.num_pages * self._step:
-            self._compact(last)  # only a leaf may have such a rest
-        node = Node(last, data if len(page_ids) == 1 else data[: self._step], data, page_ids, start)
-        self._families += 1
-        node.family = self._families
-        node.last_access = self._tick
-        node.touched_at = now
-        node.priority = priority
+        if last.parent is not None:
+            # The run of a foreign lease keeps its end, so that the lease holds no more than its own pages.
+            alone = self._mergeable and last.children is None and last.holds == held
+            if alone and last.priority == priority and not last.soft_pinned:
+                self._extend(last, data, page_ids, now, undo)
+                return last
+            if len(last.tokens) > last.num_pages * self._step:
+                self._compact(last)  # only a leaf may have such a rest
+        key = data if len(page_ids) == 1 else data[: self._step]
+        node = Node(last, key, data, page_ids, start, version, tick, priority, now)
         if last.children is None:
-            last.children = {}
-        last.children[node.key] = node
+            last.children = {key: node}
+        else:
+            last.children[key] = node
         self._leaves.renew(node)
         if undo is not None:
             undo.append(lambda: self._take_back(node))
@@ -178,11 +176,11 @@ class PrefixIndex(IndexRemoval):
         """Undo an insertion: shorten `node` to what it was, or unlink it."""
         new = node.num_pages - pages
         self._version += 1
-        self._entries -= new
         self._inserted -= new
         node.num_pages, node.page_ids = pages, ids
-        if pages == 0:
-            self._unlink(node)
+        parent = node.parent
+        if pages == 0 and parent is not None:
+            self._unlink(node, parent)
 
     def _add_digests(self, last: Node, node: Node, new: int, namespace: bytes) -> list[bytes]:
         digest = self._digest
@@ -229,9 +227,9 @@ class PrefixIndex(IndexRemoval):
         check_tree(self._roots, self._step, [*self._leaves.ordered(), *self._soft_leaves.ordered()], self._digest_bytes)
         entries = sum(n.num_pages for root in self._roots.values() for n in subtree(root))
         soft = sum(n.num_pages for root in self._roots.values() for n in subtree(root) if n.soft_pinned)
-        if (entries, soft) != (self._entries, self._soft_pinned):
+        if (entries, soft) != (len(self), self._soft_pinned):
             raise IntegrityError(
-                f"tree holds {entries} pages ({soft} soft-pinned), counters say {self._entries} ({self._soft_pinned})"
+                f"tree holds {entries} pages ({soft} soft-pinned), counters say {len(self)} ({self._soft_pinned})"
             )
         if self.max_entries is not None and entries > self.max_entries:
             raise IntegrityError(f"{entries} entries exceed max_entries={self.max_entries}")
@@ -239,7 +237,7 @@ class PrefixIndex(IndexRemoval):
     def stats(self) -> IndexStats:
         """Counters and sizes; walks the nodes, not the pages."""
         return IndexStats(
-            entries=self._entries,
+            entries=len(self),
             nodes=sum(1 for root in self._roots.values() for n in subtree(root) if n.num_pages),
             namespaces=len(self._roots),
             soft_pinned=self._soft_pinned,

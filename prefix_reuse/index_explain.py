@@ -45,6 +45,6 @@ def _first_difference(index: PrefixIndex, match: PrefixMatch, tokens: np.ndarray
     at = match.num_pages * index.page_size
     data = memoryview(tokens[at : at + index.page_size].tobytes())
     if match.run_pages < match.run.num_pages:
-        rest = Node(None, b"", match.run.tokens[match.run_pages * index._step :], match.run.page_ids, 0)
+        rest = Node(None, b"", match.run.tokens[match.run_pages * index._step :], match.run.page_ids, 0, 0)
         return at + common_tokens(rest, data, index.page_size)
     return at + max(common_tokens(child, data, index.page_size) for child in (match.run.children or {}).values())

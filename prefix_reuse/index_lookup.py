@@ -74,11 +74,14 @@ class IndexLookup(IndexState):
         self._hits += 1
         self._matched_pages += count
         self._compared += compared
-        if pages == run.num_pages:
-            self._refresh(run, pages, 1)
-            return match
-        run = self._refresh(run, pages, 1)
-        return new_match((ids, count, reason, run, pages, compared, self._version))
+        if len(run.tokens) > pages * self._step:  # the match ends inside the run, or eviction has shortened it
+            run = self._refresh(run, pages, 1)
+            return new_match((ids, count, reason, run, pages, compared, self._version))
+        self._tick = run.last_access = self._tick + 1
+        run.hits += 1
+        if self._uses_time:
+            run.touched_at = self._clock()
+        return match
 
     def _refresh(self, run: Node, pages: int, hits: int, undo: Undo | None = None) -> Node:
         """Mark a match that ends after `pages` pages of `run` as used now; returns the run, cut so that it ends there."""

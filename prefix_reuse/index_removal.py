@@ -9,7 +9,7 @@ import numpy as np
 
 from prefix_reuse.index_lookup import IndexLookup
 from prefix_reuse.index_state import Undo
-from prefix_reuse.index_tree import NO_PAGES, Node, hand_up, is_leaf, subtree
+from prefix_reuse.index_tree import NO_PAGES, Node, is_leaf, subtree, unlink
 
 
 class IndexRemoval(IndexLookup):
@@ -25,33 +25,32 @@ class IndexRemoval(IndexLookup):
         count = 0
         for leaves in (self._leaves, self._soft_leaves):
             passed: list[Node] = []  # stay in the order, but not in the way of this call
-            leaves.start()
+            if self._uses_time:
+                leaves.start()
             while count < n and (node := leaves.first()) is not None:
-                pages = node.num_pages
+                pages, want = node.num_pages, n - count
+                if want > pages:
+                    want = pages
                 if node.holds or node is keep:
                     want = 0
+                elif self._busy is not None:
+                    want = self._free_tail(node, want)
+                if want == pages:
+                    out.append(node.page_ids)
+                    self._drop(node, undo)
                 else:
-                    want = min(n - count, pages)
-                    if self._busy is not None:
-                        want = self._free_tail(node, want)
-                if want:
-                    out.append(node.page_ids if want == pages else node.page_ids[pages - want :])
-                    self._cut(node, want, undo)
-                    count += want
-                if want < pages and count < n:
-                    passed.append(node)
-                    leaves.drop(node)
+                    if want:
+                        out.append(node.page_ids[pages - want :])
+                        self._shorten(node, pages - want, undo)
+                    if count + want < n:
+                        passed.append(node)
+                        leaves.drop(node)
+                count += want
             for node in passed:
                 leaves.add(node)
             if count == n:
                 break
-        self._evicted += count
-        if undo is not None and count:
-            undo.append(lambda: self._add_evicted(-count))
         return NO_PAGES if not out else out[0] if len(out) == 1 else np.concatenate(out)
-
-    def _add_evicted(self, count: int) -> None:
-        self._evicted += count
 
     def _free_tail(self, node: Node, want: int) -> int:
         """How many of the last `want` pages may go: those behind the last page in use."""
@@ -59,23 +58,28 @@ class IndexRemoval(IndexLookup):
         in_use = self._busy(node.page_ids[node.num_pages - want :]).nonzero()[0]
         return want - (int(in_use[-1]) + 1 if in_use.size else 0)
 
-    def _cut(self, node: Node, pages: int, undo: Undo | None) -> None:
-        """Take the last `pages` pages off a leaf, and the leaf off the tree when nothing is left of it."""
+    def _shorten(self, leaf: Node, pages: int, undo: Undo | None) -> None:
+        """Keep the first `pages` pages of a leaf; its tokens stay as they are until it is used again."""
         if undo is not None:
-            undo.append(self._undo_cut(node))
-        left = node.num_pages - pages
-        self._entries -= pages
-        if node.soft_pinned:
-            self._soft_pinned -= pages
-        node.num_pages = left
-        if left:
-            node.page_ids = node.page_ids[:left]
-            return
-        node.page_ids = NO_PAGES
-        parent = node.parent
+            undo.append(self._undo_cut(leaf))
+        gone = leaf.num_pages - pages
+        self._evicted += gone
+        if leaf.soft_pinned:
+            self._soft_pinned -= gone
+        leaf.num_pages, leaf.page_ids = pages, leaf.page_ids[:pages]
+
+    def _drop(self, leaf: Node, undo: Undo | None) -> None:
+        """Take a leaf off the tree."""
+        if undo is not None:
+            undo.append(self._undo_cut(leaf))
+        self._evicted += leaf.num_pages
+        if leaf.soft_pinned:
+            self._soft_pinned -= leaf.num_pages
+        leaf.num_pages, leaf.page_ids = 0, NO_PAGES
+        parent = leaf.parent
         assert parent is not None
-        self._bury(parent.family, node.start, node.key)
-        self._unlink(node)
+        self._bury(parent.family, leaf.start, leaf.key)
+        self._unlink(leaf, parent)
 
     def _undo_cut(self, node: Node) -> Callable[[], None]:
         parent, ids, pages = node.parent, node.page_ids, node.num_pages
@@ -95,7 +99,7 @@ class IndexRemoval(IndexLookup):
                 if parent.is_root:
                     self._roots[parent.tokens] = parent
             node.num_pages, node.page_ids = pages, ids
-            self._entries += back
+            self._evicted -= back
             if node.soft_pinned:
                 self._soft_pinned += back
             if is_leaf(node):
@@ -120,19 +124,17 @@ class IndexRemoval(IndexLookup):
         below = list(subtree(node))
         ids = np.concatenate([node.page_ids[left:], *(n.page_ids for n in below[1:])])
         soft = sum(n.num_pages for n in below[1:] if n.soft_pinned) + (node.num_pages - left) * node.soft_pinned
-        for child in below[1:]:
-            child.parent, child.children = None, None
-            hand_up(child, node)
+        for child in reversed(below[1:]):
+            unlink(child)
         node.children = None
         node.page_ids, node.num_pages = node.page_ids[:left], left
         self._version += 1
-        self._entries -= len(ids)
         self._soft_pinned -= soft
         self._removed += len(ids)
         parent = node.parent
         if left == 0 and parent is not None:
             self._bury(parent.family, node.start, node.key)
-            self._unlink(node)
+            self._unlink(node, parent)
         else:
             self._compact(node)
             self._queue(node).add(node)
@@ -154,7 +156,6 @@ class IndexRemoval(IndexLookup):
                 node.parent, node.children, node.tokens = None, None, b""
         out = np.concatenate(ids)
         self._version += 1
-        self._entries -= len(out)
         self._removed += len(out)
         self._invalidations += 1
         if namespace is None:

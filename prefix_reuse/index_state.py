@@ -12,7 +12,7 @@ import numpy as np
 from prefix_reuse.errors import InvalidRequestError
 from prefix_reuse.eviction import LRU, EvictionPolicy, LeafQueue
 from prefix_reuse.hashing import Digest
-from prefix_reuse.index_tree import NO_PAGES, TOKEN_BYTES, Node, hand_up, split
+from prefix_reuse.index_tree import NO_PAGES, TOKEN_BYTES, Node, split, unlink
 
 MAX_TOMBSTONES = 4096
 
@@ -51,17 +51,16 @@ class IndexState:
         self._soft_leaves = LeafQueue(self.policy, clock, serial)
         self._busy: Callable[[np.ndarray], np.ndarray] | None = None
         self._tick = 0
-        self._version = 0  # of the borders between runs
-        self._families = 0
+        self._version = 0  # rises whenever the borders of runs move
         self._tombstones: OrderedDict[tuple[int, int, bytes], None] = OrderedDict()
-        self._entries = self._soft_pinned = 0
+        self._soft_pinned = 0
         self.open_leases = 0
         self._hits = self._misses = self._lookup_tokens = self._matched_pages = 0
         self._inserted = self._evicted = self._removed = self._compared = self._invalidations = 0
 
     def __len__(self) -> int:
         """Pages indexed now."""
-        return self._entries
+        return self._inserted - self._evicted - self._removed
 
     def bind_busy(self, busy: Callable[[np.ndarray], np.ndarray]) -> None:
         """Let the owner of the pages say which of them are in use (nonzero): those are never evicted.
@@ -75,10 +74,8 @@ class IndexState:
 
     def _new_root(self, namespace: bytes) -> Node:
         self._version += 1
-        self._families += 1
-        root = self._roots[namespace] = Node(None, b"", namespace, NO_PAGES, 0)  # a root's tokens are its name
-        root.family = self._families
-        return root
+        root = self._roots[namespace] = Node(None, b"", namespace, NO_PAGES, 0, self._version)
+        return root  # a root's tokens are its name
 
     def _split_at(self, node: Node, pages: int) -> Node:
         if pages == node.num_pages:
@@ -91,20 +88,13 @@ class IndexState:
     def _queue(self, node: Node) -> LeafQueue:
         return self._soft_leaves if node.soft_pinned else self._leaves
 
-    def _unlink(self, node: Node) -> None:
-        parent = node.parent
-        assert parent is not None
-        assert parent.children is not None
-        del parent.children[node.key]
-        node.parent = None
-        hand_up(node, parent)
-        if parent.children:
-            return
-        parent.children = None
-        if parent.parent is None:
-            self._roots.pop(parent.tokens, None)
-        else:
-            self._queue(parent).add(parent)
+    def _unlink(self, node: Node, parent: Node) -> None:
+        unlink(node)
+        if parent.children is None:
+            if parent.parent is None:
+                self._roots.pop(parent.tokens, None)
+            else:
+                self._queue(parent).add(parent)
 
     def _bury(self, family: int, page: int, tokens: bytes) -> None:
         """Remember where an evicted page was, so that a later miss there can say so."""

@@ -45,22 +45,33 @@ class Node:
         "touched_at",
     )
 
-    def __init__(self, parent: Node | None, key: bytes, tokens: bytes, page_ids: np.ndarray, start: int) -> None:
+    def __init__(
+        self,
+        parent: Node | None,
+        key: bytes,
+        tokens: bytes,
+        page_ids: np.ndarray,
+        start: int,
+        family: int,
+        last_access: int = 0,
+        priority: int = 0,
+        touched_at: float = 0.0,
+    ) -> None:
         self.parent = parent
         self.key = key
         self.tokens = tokens
         self.page_ids = page_ids
         self.num_pages = len(page_ids)
         self.start = start  # index of the first page of the run within a prompt
+        self.family = family  # both halves of a split keep it, so that records of evicted pages still find their place
+        self.last_access = last_access  # of matches that ended here, or below in runs that are gone: see `unlink`
+        self.priority = priority
+        self.touched_at = touched_at
         self.children: dict[bytes, Node] | None = None  # most nodes are leaves: no dict until there is a child
-        self.last_access = 0  # of matches that ended here, or below in runs that are gone: see `hand_up`
         self.hits = 0
         self.holds = 0  # open leases whose match ends with this run
-        self.priority = 0
-        self.touched_at = 0.0
         self.soft_pinned = False
         self.record = 0  # of the leaf queue
-        self.family = 0  # both halves of a split keep it, so that records of evicted pages still find their place
         self.digests = b""  # one after another, if the index makes any
 
     @property
@@ -172,8 +183,8 @@ def split(node: Node, pages: int, step: int) -> Node:
     assert parent.children is not None
     assert 0 < pages < node.num_pages
     cut = pages * step
-    upper = Node(parent, node.key, node.tokens[:cut], node.page_ids[:pages], node.start)
-    upper.priority, upper.soft_pinned, upper.family = node.priority, node.soft_pinned, node.family
+    upper = Node(parent, node.key, node.tokens[:cut], node.page_ids[:pages], node.start, node.family)
+    upper.priority, upper.soft_pinned = node.priority, node.soft_pinned
     node.tokens = node.tokens[cut : node.num_pages * step]
     node.key = node.tokens if node.num_pages - pages == 1 else node.tokens[:step]
     node.page_ids = node.page_ids[pages:]
@@ -188,12 +199,19 @@ def split(node: Node, pages: int, step: int) -> Node:
     return upper
 
 
-def hand_up(node: Node, parent: Node) -> None:
-    """A run that leaves the tree leaves its uses to its parent: whatever matched it had matched the parent before.
+def unlink(node: Node) -> None:
+    """Take a node off its parent, to which it leaves its uses: whatever matched it had matched the parent before.
 
     Only the end of a match is marked as used, so a lookup costs the same however many runs it crosses. A run is
     evicted only as a leaf, and by then its own marks include those of all that ever hung below it.
     """
+    parent = node.parent
+    assert parent is not None
+    assert parent.children is not None
+    node.parent = None
+    del parent.children[node.key]
+    if not parent.children:
+        parent.children = None
     parent.hits += node.hits
     if node.last_access > parent.last_access:
         parent.last_access = node.last_access

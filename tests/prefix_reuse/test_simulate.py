@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from prefix_reuse.errors import InvalidRequestError
-from prefix_reuse.simulate import mooncake_prompts, simulate
+from prefix_reuse.simulate import simulate
+from prefix_reuse.traces import mooncake_prompts
 
 
 @pytest.fixture
