@@ -140,26 +140,23 @@ class LeafQueue:
     def first(self) -> Any | None:
         """The leaf with the smallest key, which stays in the queue; None if there is no leaf."""
         line, heap = self._line, self._heap
-        while True:
-            if heap and (not line or heap[0] < line[0]):
-                key, record, node = heap[0]
-                lined = False
-            elif line:
-                key, record, node = line[0]
-                lined = True
+        while line or heap:
+            lined = not heap or (line and line[0] < heap[0])
+            key, record, node = line[0] if lined else heap[0]
+            if node.record != record:
+                leaf = False
+            elif leaf := node.children is None and node.parent is not None:
+                if self._key(node, self._now) == key:
+                    return node
             else:
-                return None
-            leaf = node.record == record and node.children is None and node.parent is not None
-            if leaf and self._key(node, self._now) == key:
-                return node
+                node.record = 0
             if lined:
                 line.popleft()
             else:
                 heapq.heappop(heap)
             if leaf:
                 self.renew(node)
-            elif node.record == record:
-                node.record = 0
+        return None
 
     def drop(self, node: Any) -> None:
         """Take out a leaf; its record is void."""

@@ -125,7 +125,8 @@ def walk(root: Node, tokens: np.ndarray, full_pages: int, step: int) -> tuple[No
     at, limit = 0, end - base
     while at < limit:
         key = rest[at : at + step]
-        child = node.children.get(key) if node.children else None
+        children = node.children
+        child = children.get(key) if children else None
         if child is None:
             return node, node.num_pages, found, key
         run = child.tokens

@@ -66,6 +66,8 @@ class SimulatedPool:
         free = self._num_free
         if n > free:
             evicted = self.index.evict(n - free)
+            if free == 0:
+                return evicted
             self._stack[free : free + len(evicted)] = evicted
             free += len(evicted)
         self._num_free = free - n
