@@ -1,6 +1,6 @@
 """Hit rates of the host index on real traces, which must equal those of a plain count that shares no code with it.
 
-    python benchmarks/hit_rates.py TRACE... [--capacity-tokens 1M,2M,4M,8M,16M,32M,64M] [--json FILE]
+    python -m benchmarks.hit_rates TRACE... [--capacity-tokens 1M,2M,4M,8M,16M,32M,64M] [--json FILE]
 
 A `.jsonl` trace (Mooncake's format) is replayed at page 16 and each capacity beside `lru_hits`; an `.npz` token stream
 at pages 16 and 64 with room for everything beside `ideal_hits`. Ends with exit code 1 if any count differs.
@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from prefix_reuse.simulate import parse_tokens, simulate
 

@@ -1,6 +1,6 @@
 """Speed of the host index on one core, beside a plain sha256 loop over the same pages and, if asked, SGLang's tree.
 
-    python benchmarks/host_index.py [--trace mooncake_conversation_trace.jsonl] [--peer PYTHON] [--rounds 5] [--json FILE]
+    python -m benchmarks.host_index [--trace mooncake_conversation_trace.jsonl] [--peer PYTHON] [--rounds 5] [--json FILE]
 
 The sides take turns, round by round: a loop of chained sha256 over the pages of one prompt, the index, the index with
 a chained xxh3_128 digest for each new page, and the peer in its own process (`host_index_peer.py`, by an interpreter
@@ -28,10 +28,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
-
-from index_workloads import PAGE, PAGES, WORKLOADS, Workloads, prompt
-
+from benchmarks.index_workloads import PAGE, PAGES, WORKLOADS, Workloads, prompt
 from prefix_reuse.hashing import Digest, xxh3_digest
 from prefix_reuse.host_store import HostPageStore, PrefixRequest
 from prefix_reuse.index import PrefixIndex
@@ -81,17 +78,23 @@ class Peer:
     """The same workloads in another interpreter."""
 
     def __init__(self, python: str, trace: str | None) -> None:
-        script = Path(__file__).with_name("host_index_peer.py")
-        command = [python, str(script), *(["--trace", str(Path(trace).absolute())] if trace else [])]
-        env = {**os.environ, "PYTHONPATH": ""}
+        command = [
+            python,
+            "-m",
+            "benchmarks.host_index_peer",
+            *(["--trace", str(Path(trace).absolute())] if trace else []),
+        ]
+        root = Path(__file__).resolve().parent.parent
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        pipe = subprocess.PIPE
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd="/", env=env
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, cwd=root, env=env
         )
         self.info = self._read()
 
-    def run(self, workload: str) -> tuple[np.ndarray, float]:
+    def run(self, name: str) -> tuple[np.ndarray, float]:
         assert self._process.stdin is not None
-        self._process.stdin.write(workload + "\n")
+        self._process.stdin.write(name + "\n")
         self._process.stdin.flush()
         answer = self._read()
         return np.array(answer["us"]), answer["hit_rate"]
@@ -202,7 +205,7 @@ def main() -> None:
     args = parser.parse_args()
     workloads = [name for name in WORKLOADS if args.trace or "mooncake" not in name]
     plain = Workloads(IndexPool, lambda tokens: tokens, args.trace)
-    sides = {OURS: plain.run}
+    sides: dict[str, Callable[[str], tuple[np.ndarray, float]]] = {OURS: plain.run}
     for side, make in ((OURS_DIGESTS, lambda pages: IndexPool(pages, xxh3_digest)), (STORE, StorePool)):
         sides[side] = plain.with_pool(make).run
     peer = Peer(args.peer, args.trace) if args.peer else None

@@ -5,6 +5,7 @@ the tree, its lock references and its allocator of paged slots are what a reques
 Reads a workload's name per line of standard input, writes one JSON object per line of standard output.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import argparse
@@ -18,9 +19,7 @@ from unittest.mock import MagicMock
 
 import numpy as np
 
-from index_workloads import PAGE, Workloads
-
-sys.path.pop(0)  # this folder has a kernels.py, which is not the package that others mean by `import kernels`
+from benchmarks.index_workloads import PAGE, Workloads
 
 UNUSED = ("torchvision", "partial_json_parser")
 """Imported by other parts of the package on the way to the tree, and not needed by it."""
@@ -69,23 +68,24 @@ class RadixPool:
             tree_core_backend=core,
         )
         self.cache = UnifiedRadixCache(params)
-        if core not in type(self.cache.tree_core).__name__.lower() and core == "rust":
-            raise RuntimeError(f"asked for the {core} core, got {type(self.cache.tree_core).__name__}")
+        got = type(self.cache.tree_core).__name__
+        if ("Rust" in got) != (core == "rust"):
+            raise RuntimeError(f"asked for the {core} core, got {got}")
         self.root = self.cache.root_node_handle()
         self.row = torch.zeros(1 << 17, dtype=torch.int32)  # a row of its `req_to_token` pool
 
-    def match(self, tokens: array) -> int:
+    def match(self, prompt: array) -> int:
         """Match, lock, slot indices, unlock: admission and nothing else."""
-        match, _, lock = self._match(RadixKey(tokens))
+        match, _, lock = self._match(RadixKey(prompt))
         self.cache.unlock(lock)
         return match.device_prefix_len // PAGE
 
-    def request(self, tokens: array) -> int:
+    def request(self, prompt: array) -> int:
         """A whole life: admission, slots for the rest, and what `checkpoint_into_tree` does at the end, hit or not."""
         cache, row = self.cache, self.row
-        match, slots, lock = self._match(RadixKey(tokens))
+        match, slots, lock = self._match(RadixKey(prompt))
         hit = match.device_prefix_len
-        full = len(tokens) // PAGE * PAGE
+        full = len(prompt) // PAGE * PAGE
         row[:hit] = slots
         if full > hit:
             new = self.allocator.alloc(full - hit)
@@ -93,7 +93,7 @@ class RadixPool:
                 cache.evict(EvictParams(num_tokens=full - hit - self.allocator.available_size()))
                 new = self.allocator.alloc(full - hit)
             row[hit:full] = new
-        key = RadixKey(tokens[:]).page_aligned(PAGE)
+        key = RadixKey(prompt[:]).page_aligned(PAGE)
         values = row[:full].to(dtype=torch.int64, copy=True)
         result = cache.insert(InsertParams(key=key, value=values, prev_prefix_len=hit))
         row[hit:full] = cache.path_device_indices(result.last_device_node)[hit:]
@@ -114,9 +114,13 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     workloads = Workloads(
-        lambda pages: RadixPool(pages, args.core), lambda tokens: array("q", tokens.astype(np.int64).tobytes()), args.trace
+        lambda pages: RadixPool(pages, args.core),
+        lambda tokens: array("q", tokens.astype(np.int64).tobytes()),
+        args.trace,
     )
-    print(json.dumps({"name": f"SGLang {sglang.__version__}, {args.core} core", "torch": torch.__version__}), flush=True)
+    print(
+        json.dumps({"name": f"SGLang {sglang.__version__}, {args.core} core", "torch": torch.__version__}), flush=True
+    )
     for line in sys.stdin:
         times, hit_rate = workloads.run(line.strip())
         print(json.dumps({"us": times.tolist(), "hit_rate": hit_rate}), flush=True)

@@ -96,6 +96,8 @@ def check_outputs(json_file: Path | None, plot: Path | None) -> None:
     for file in (json_file, plot):
         if file is not None and not file.absolute().parent.is_dir():
             raise ConfigError(f"the folder of {file} does not exist")
+        if file is not None and file.is_dir():
+            raise ConfigError(f"{file} is a folder, not a file")
     if plot is None:
         return
     if importlib.util.find_spec("matplotlib") is None:

@@ -96,11 +96,12 @@ def token_prompts(path: str | Path) -> Iterator[np.ndarray]:
 
 def _load_stream(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
     try:
-        with np.load(path) as data:
+        with open(path, "rb") as file:  # numpy leaves a file open that is no archive
+            data = np.load(file)
             tokens, offsets = data["tokens"], data["offsets"]
     except OSError as error:
         raise InvalidRequestError(f"cannot read the trace {path}: {error.strerror or error}") from error
-    except (KeyError, ValueError, zipfile.BadZipFile, EOFError) as error:
+    except (LookupError, ValueError, TypeError, zipfile.BadZipFile, EOFError) as error:
         raise InvalidRequestError(f"{path} is no .npz with the arrays tokens and offsets: {error}") from error
     if offsets.ndim != 1 or offsets.dtype.kind not in "iu" or tokens.ndim != 1:
         raise InvalidRequestError(
