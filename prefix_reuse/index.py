@@ -178,9 +178,8 @@ class PrefixIndex(IndexRemoval):
         self._version += 1
         self._inserted -= new
         node.num_pages, node.page_ids = pages, ids
-        parent = node.parent
-        if pages == 0 and parent is not None:
-            self._unlink(node, parent)
+        if pages == 0:
+            self._unlink(node)
 
     def _add_digests(self, last: Node, node: Node, new: int, namespace: bytes) -> list[bytes]:
         digest = self._digest

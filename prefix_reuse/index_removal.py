@@ -22,30 +22,29 @@ class IndexRemoval(IndexLookup):
             int32, the page ids that lost their entry; fewer than `n` if the rest is in use or carries such pages.
         """
         out: list[np.ndarray] = []
-        count = 0
+        count, busy = 0, self._busy
         for leaves in (self._leaves, self._soft_leaves):
             passed: list[Node] = []  # stay in the order, but not in the way of this call
             if self._uses_time:
                 leaves.start()
             while count < n and (node := leaves.first()) is not None:
                 pages, want = node.num_pages, n - count
-                if want > pages:
-                    want = pages
                 if node.holds or node is keep:
                     want = 0
-                elif self._busy is not None:
-                    want = self._free_tail(node, want)
-                if want == pages:
+                elif busy is not None:
+                    want = self._free_tail(node, min(want, pages))
+                if want >= pages:
                     out.append(node.page_ids)
+                    count += pages
                     self._drop(node, undo)
-                else:
-                    if want:
-                        out.append(node.page_ids[pages - want :])
-                        self._shorten(node, pages - want, undo)
-                    if count + want < n:
-                        passed.append(node)
-                        leaves.drop(node)
-                count += want
+                    continue
+                if want:
+                    out.append(node.page_ids[pages - want :])
+                    count += want
+                    self._shorten(node, pages - want, undo)
+                if count < n:
+                    passed.append(node)
+                    leaves.drop(node)
             for node in passed:
                 leaves.add(node)
             if count == n:
@@ -76,10 +75,7 @@ class IndexRemoval(IndexLookup):
         if leaf.soft_pinned:
             self._soft_pinned -= leaf.num_pages
         leaf.num_pages, leaf.page_ids = 0, NO_PAGES
-        parent = leaf.parent
-        assert parent is not None
-        self._bury(parent.family, leaf.start, leaf.key)
-        self._unlink(leaf, parent)
+        self._bury(self._unlink(leaf).family, leaf.start, leaf.key)
 
     def _undo_cut(self, node: Node) -> Callable[[], None]:
         parent, ids, pages = node.parent, node.page_ids, node.num_pages
@@ -131,10 +127,8 @@ class IndexRemoval(IndexLookup):
         self._version += 1
         self._soft_pinned -= soft
         self._removed += len(ids)
-        parent = node.parent
-        if left == 0 and parent is not None:
-            self._bury(parent.family, node.start, node.key)
-            self._unlink(node, parent)
+        if left == 0:
+            self._bury(self._unlink(node).family, node.start, node.key)
         else:
             self._compact(node)
             self._queue(node).add(node)

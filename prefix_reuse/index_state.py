@@ -88,13 +88,15 @@ class IndexState:
     def _queue(self, node: Node) -> LeafQueue:
         return self._soft_leaves if node.soft_pinned else self._leaves
 
-    def _unlink(self, node: Node, parent: Node) -> None:
-        unlink(node)
+    def _unlink(self, node: Node) -> Node:
+        """Take a node off the tree; returns the parent that it had, which may be a leaf now."""
+        parent = unlink(node)
         if parent.children is None:
             if parent.parent is None:
                 self._roots.pop(parent.tokens, None)
             else:
                 self._queue(parent).add(parent)
+        return parent
 
     def _bury(self, family: int, page: int, tokens: bytes) -> None:
         """Remember where an evicted page was, so that a later miss there can say so."""

@@ -200,24 +200,29 @@ def split(node: Node, pages: int, step: int) -> Node:
     return upper
 
 
-def unlink(node: Node) -> None:
+def unlink(node: Node) -> Node:
     """Take a node off its parent, to which it leaves its uses: whatever matched it had matched the parent before.
 
     Only the end of a match is marked as used, so a lookup costs the same however many runs it crosses. A run is
     evicted only as a leaf, and by then its own marks include those of all that ever hung below it.
+
+    Returns:
+        The parent that it had.
     """
     parent = node.parent
     assert parent is not None
-    assert parent.children is not None
+    children = parent.children
+    assert children is not None
     node.parent = None
-    del parent.children[node.key]
-    if not parent.children:
+    del children[node.key]
+    if not children:
         parent.children = None
     parent.hits += node.hits
     if node.last_access > parent.last_access:
         parent.last_access = node.last_access
     if node.touched_at > parent.touched_at:
         parent.touched_at = node.touched_at
+    return parent
 
 
 def uses(root: Node) -> Iterator[tuple[Node, int, int]]:
