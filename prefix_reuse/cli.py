@@ -1,17 +1,26 @@
-"""The command line: `prefix-reuse demo`."""
+"""The command line: `prefix-reuse demo`, `prefix-reuse simulate`."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from prefix_reuse.demo import QUESTIONS, DemoReport, run_demo
-from prefix_reuse.errors import PrefixReuseError
+from prefix_reuse.errors import ConfigError, PrefixReuseError
+from prefix_reuse.simulate import POLICIES, parse_tokens, plot_hit_rates
+from prefix_reuse.simulate import simulate as run_simulation
+from prefix_reuse.traces import count_prompts
+
+PLOT_FORMATS = (".png", ".svg", ".pdf")
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Prefix KV reuse for JAX.")
 
@@ -50,6 +59,82 @@ def demo(
         json_file.write_text(json.dumps(report.to_json(), indent=2) + "\n")
         console.print(f"numbers written to {json_file}")
     raise typer.Exit(report.exit_code)
+
+
+@app.command()
+def simulate(
+    trace: Annotated[Path, typer.Argument(help="Mooncake JSON lines, or an .npz with tokens and offsets.")],
+    capacity_tokens: Annotated[str, typer.Option(help="Tokens that the cache holds; several: 1M,2M,4M.")],
+    policy: Annotated[str, typer.Option(help=f"Order of eviction: {', '.join(POLICIES)}.")] = "lru",
+    page_size: Annotated[int, typer.Option(min=1, help="Token slots per page.")] = 16,
+    block: Annotated[int, typer.Option(min=1, help="Tokens per hash id of a Mooncake trace.")] = 512,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw hit rate over capacity into this file (.png, .svg, .pdf).")
+    ] = None,
+) -> None:
+    """Replay a trace on the host index: hit rates and time for each capacity. Needs no model and no GPU."""
+    try:
+        capacities = [parse_tokens(part) for part in capacity_tokens.split(",")]
+        check_outputs(json_file, plot)
+        total = count_prompts(trace)
+        rows = []
+        for capacity in capacities:
+            bar = partial(track_prompts, title=f"{capacity:,} tokens", total=total)
+            rows.append(run_simulation(trace, capacity, policy, page_size, block, progress=bar))
+    except PrefixReuseError as error:
+        fail(error)
+    print_rows(rows, f"{trace.name}, {policy}, page {page_size}", Console())
+    if json_file is not None:
+        json_file.write_text(json.dumps(rows, indent=2) + "\n")
+    if plot is not None:
+        plot_hit_rates(rows, f"{trace.name}, {policy}, page {page_size}").savefig(plot, dpi=150)
+
+
+def check_outputs(json_file: Path | None, plot: Path | None) -> None:
+    """Raise `ConfigError` before the work begins if its results could not be written."""
+    for file in (json_file, plot):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ConfigError(f"the folder of {file} does not exist")
+        if file is not None and file.is_dir():
+            raise ConfigError(f"{file} is a folder, not a file")
+    if plot is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib; install it with `pip install 'prefix-reuse[plot]'`")
+    if plot.suffix.lower() not in PLOT_FORMATS:
+        raise ConfigError(f"--plot {plot} must end in one of {', '.join(PLOT_FORMATS)}")
+
+
+def track_prompts(prompts: Iterable[Any], title: str, total: int) -> Iterable[Any]:
+    """Yields `prompts` behind a progress bar on stderr, which is drawn a few times a second only."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), refresh_per_second=4) as bar:
+        yield from bar.track(prompts, total=total, description=title)
+
+
+def print_rows(rows: Sequence[dict[str, Any]], title: str, console: Console) -> None:
+    """A table with one line a capacity."""
+    table = Table(title=title, title_justify="left")
+    for heading in (
+        "capacity\ntokens",
+        "requests",
+        "hit rate\nfull pages",
+        "hit rate\ntokens",
+        "us a\nrequest",
+        "evicted\npages",
+    ):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            f"{row['capacity_tokens']:,}",
+            f"{row['requests']:,}",
+            f"{100 * row['hit_rate_pages']:.2f}%",
+            f"{100 * row['hit_rate_tokens']:.2f}%",
+            f"{row['us_per_request']:.1f}",
+            f"{row['evicted_pages']:,}",
+        )
+    console.print(table)
 
 
 def print_report(report: DemoReport, console: Console) -> None:

@@ -6,6 +6,8 @@ A policy is one method that returns a sortable key; the smallest goes first (as 
 from __future__ import annotations
 
 import heapq
+import itertools
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Protocol
 
@@ -80,23 +82,27 @@ class PriorityTTL(EvictionPolicy):
 
 
 class LeafQueue:
-    """Leaves in the order of their keys, without sorting at eviction: a heap with at most one valid record a leaf.
+    """Leaves in the order of their keys, without sorting at eviction; each has at most one valid record.
 
-    A use makes a key grow, which leaves its record stale; stale records are put right when they come up. Keys that
-    fall (a deadline passes, a soft pin goes) get a new record, which makes the old one void.
+    Records that come in order (with LRU, all new leaves) wait in a deque, the others in a heap. A use makes a key grow,
+    which leaves its record stale; stale records are put right when they come up. Keys that fall (a deadline passes, a
+    soft pin goes) get a new record, which makes the old one void.
     """
 
     def __init__(self, policy: EvictionPolicy, clock: Callable[[], float], serial: Iterator[int]) -> None:
         self._policy = policy
+        self._key = policy.key
+        self._uses_time = policy.uses_time
         self._clock = clock
         self._serial = serial  # shared by all queues of an index, so that a record names one entry of one queue
+        self._line: deque[tuple[Any, int, Any]] = deque()
         self._heap: list[tuple[Any, int, Any]] = []
         self._deadlines: list[tuple[float, int, Any]] = []
         self._now = 0.0
         self._limit = 1024
 
     def key(self, node: Any) -> Any:
-        return self._policy.key(node, self._now)
+        return self._key(node, self._now)
 
     def add(self, node: Any) -> None:
         """A node has become a leaf."""
@@ -106,43 +112,59 @@ class LeafQueue:
     def renew(self, node: Any) -> None:
         """Write a new record for a leaf, whose key may have fallen."""
         node.record = record = next(self._serial)
-        heapq.heappush(self._heap, (self._policy.key(node, self._now), record, node))
-        if self._policy.uses_time:
+        entry = (self._key(node, self._now), record, node)
+        line = self._line
+        if not line or line[-1] < entry:
+            line.append(entry)
+        else:
+            heapq.heappush(self._heap, entry)
+        if self._uses_time:
             self._watch(node)
-        if len(self._heap) > self._limit:  # void records pile up only where keys fall or subtrees are removed
-            self._heap = [entry for entry in self._heap if entry[2].record == entry[1]]
-            heapq.heapify(self._heap)
-            self._limit = 2 * len(self._heap) + 1024
+        if len(line) + len(self._heap) > self._limit:
+            self._forget_void()
+
+    def _forget_void(self) -> None:
+        """Void records pile up only where keys fall or subtrees are removed."""
+        line = [entry for entry in self._line if entry[2].record == entry[1]]
+        self._line.clear()
+        self._line.extend(line)
+        self._heap[:] = [entry for entry in self._heap if entry[2].record == entry[1]]
+        heapq.heapify(self._heap)
+        self._limit = 2 * (len(self._line) + len(self._heap)) + 1024
 
     def _watch(self, node: Any) -> None:
         deadline = self._policy.deadline(node)
         if deadline is not None and deadline > self._now:
             heapq.heappush(self._deadlines, (deadline, node.record, node))
 
-    def pop(self) -> Any | None:
-        """Take out the leaf with the smallest key; None if there is no leaf."""
-        heap, key_of, now = self._heap, self._policy.key, self._now
-        while heap:
-            key, record, node = heap[0]
+    def first(self) -> Any | None:
+        """The leaf with the smallest key, which stays in the queue; None if there is no leaf."""
+        line, heap = self._line, self._heap
+        while line or heap:
+            lined = not heap or (line and line[0] < heap[0])
+            key, record, node = line[0] if lined else heap[0]
             if node.record != record:
-                heapq.heappop(heap)
-            elif node.children or node.parent is None:
-                heapq.heappop(heap)
+                leaf = False
+            elif leaf := node.children is None and node.parent is not None:
+                if self._key(node, self._now) == key:
+                    return node
+            else:
                 node.record = 0
-            elif (current := key_of(node, now)) != key:
-                node.record = record = next(self._serial)
-                heapq.heapreplace(heap, (current, record, node))
-                if self._policy.uses_time:
-                    self._watch(node)
+            if lined:
+                line.popleft()
             else:
                 heapq.heappop(heap)
-                node.record = 0
-                return node
+            if leaf:
+                self.renew(node)
         return None
+
+    def drop(self, node: Any) -> None:
+        """Take out a leaf; its record is void."""
+        node.record = 0
 
     def start(self) -> None:
         """Begin an eviction: read the clock and renew the leaves whose deadline has passed."""
-        if not self._policy.uses_time:
+        if not self._uses_time:
             return
         self._now = self._clock()
         while self._deadlines and self._deadlines[0][0] <= self._now:
@@ -154,11 +176,14 @@ class LeafQueue:
 
     def ordered(self) -> Iterator[Any]:
         """Leaves from first to last to go, without changing anything; sorts, for displays and checks."""
-        leaves = [node for _, record, node in self._heap if node.record == record and is_leaf(node)]
-        yield from sorted(leaves, key=self.key)
+        entries = itertools.chain(self._line, self._heap)
+        yield from sorted(
+            (node for _, record, node in entries if node.record == record and is_leaf(node)), key=self.key
+        )
 
     def clear(self) -> None:
-        for _, _, node in self._heap:
+        for _, _, node in itertools.chain(self._line, self._heap):
             node.record = 0
+        self._line.clear()
         self._heap.clear()
         self._deadlines.clear()

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import xxhash
 
 from prefix_reuse.errors import InvalidRequestError
 
@@ -129,7 +130,7 @@ def as_tokens(tokens: Any) -> np.ndarray:
     Raises:
         InvalidRequestError: not one-dimensional integers in [0, 2**31).
     """
-    if type(tokens) is np.ndarray and tokens.dtype == INT32 and tokens.ndim == 1 and tokens.flags.c_contiguous:
+    if type(tokens) is np.ndarray and tokens.dtype is INT32 and tokens.ndim == 1 and tokens.flags.c_contiguous:
         return tokens  # the common case, first
     array = np.asarray(tokens)
     if array.size == 0 and array.ndim == 1:
@@ -182,11 +183,8 @@ def page_keys(
     return keys
 
 
-def xxh3_digest(message: bytes) -> bytes:
-    """128-bit xxh3: faster than sha256, but not safe against chosen tokens; for events within one trust domain."""
-    import xxhash
-
-    return xxhash.xxh3_128_digest(message)
+xxh3_digest: Digest = xxhash.xxh3_128_digest
+"""128-bit xxh3: faster than sha256, but not safe against chosen tokens; for events within one trust domain."""
 
 
 @partial(jax.jit, static_argnames="num_sums")

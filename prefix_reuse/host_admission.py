@@ -106,9 +106,12 @@ class HostAdmission(StoreState):
         return self._new_lease(lease.match)
 
     def _new_lease(self, match: PrefixMatch) -> PrefixLease:
-        lease = PrefixLease(match, self._release_refs, self._leases.discard)
+        lease = PrefixLease(match, self._release_match, self._leases.discard)
         self._leases.add(lease)
         return lease
+
+    def _release_match(self, match: PrefixMatch) -> None:
+        self._release_refs(match.page_ids)
 
     def _peek(self, request: PrefixRequest) -> PrefixMatch:
         if request.lease is not None:

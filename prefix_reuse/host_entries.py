@@ -10,6 +10,7 @@ from prefix_reuse.errors import InvalidRequestError
 from prefix_reuse.hashing import as_tokens
 from prefix_reuse.host_state import StoreState, Transaction
 from prefix_reuse.host_types import SequenceId
+from prefix_reuse.index_resume import Cursor
 from prefix_reuse.index_tree import NO_PAGES
 
 
@@ -56,7 +57,7 @@ class HostEntries(StoreState):
                 self.checksums.add(result.new_ids, self.payloads)
                 undo.append(lambda: self._forget_checksums(result.new_ids))
             self._step("pin")
-        row.cursor = result.cursor
+        row.cursor = Cursor(result.run, result.inserted.stop) if result.inserted.stop else None
         self._unpin(result.evicted)
         self.counters.evictions += len(result.evicted)
         self.accounts.pin(result.new_ids)

@@ -8,7 +8,7 @@ import numpy as np
 
 from prefix_reuse.index_tree import Node, common_tokens
 from prefix_reuse.index_types import Explanation
-from prefix_reuse.lease import MissReason
+from prefix_reuse.lease import MissReason, PrefixMatch
 
 if TYPE_CHECKING:
     from prefix_reuse.index import PrefixIndex
@@ -28,7 +28,7 @@ def explain(index: PrefixIndex, tokens: np.ndarray, namespace: bytes) -> Explana
                 f"{elsewhere} pages are cached under another namespace (salt, adapter, weights or settings differ)",
             )  # fmt: skip
     if reason == MissReason.DIFFERENT:
-        different = _first_difference(index, match.path, namespace, tokens)
+        different = _first_difference(index, match, tokens)
     details = {
         MissReason.NONE: "every full page is cached",
         MissReason.EMPTY: "the prompt is empty",
@@ -40,12 +40,11 @@ def explain(index: PrefixIndex, tokens: np.ndarray, namespace: bytes) -> Explana
     return Explanation(hit, hit * size, full, reason, different, details[MissReason(reason)])
 
 
-def _first_difference(index: PrefixIndex, path, namespace: bytes, tokens: np.ndarray) -> int:
+def _first_difference(index: PrefixIndex, match: PrefixMatch, tokens: np.ndarray) -> int:
     """Position of the first token that no cached prompt has after the same history."""
-    at = path.num_pages * index.page_size
+    at = match.num_pages * index.page_size
     data = memoryview(tokens[at : at + index.page_size].tobytes())
-    if path.partial is not None:
-        rest = Node(None, b"", path.partial.tokens[path.partial_pages * index._step :], path.partial.page_ids, 0)
+    if match.run_pages < match.run.num_pages:
+        rest = Node(None, b"", match.run.tokens[match.run_pages * index._step :], match.run.page_ids, 0, 0)
         return at + common_tokens(rest, data, index.page_size)
-    last = path.nodes[-1] if path.nodes else index._roots[namespace]
-    return at + max(common_tokens(child, data, index.page_size) for child in (last.children or {}).values())
+    return at + max(common_tokens(child, data, index.page_size) for child in (match.run.children or {}).values())

@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from prefix_reuse.index_state import IndexState, Undo
-from prefix_reuse.index_tree import NO_PAGES, Node, compact, is_leaf, subtree
+from prefix_reuse.index_lookup import IndexLookup
+from prefix_reuse.index_state import Undo
+from prefix_reuse.index_tree import NO_PAGES, Node, is_leaf, subtree, unlink
 
-MAX_TOMBSTONES = 4096
 
-
-class IndexRemoval(IndexState):
+class IndexRemoval(IndexLookup):
     """The part of `PrefixIndex` that drops entries."""
 
     def evict(self, n: int, *, keep: Node | None = None, undo: Undo | None = None) -> np.ndarray:
@@ -23,82 +22,86 @@ class IndexRemoval(IndexState):
             int32, the page ids that lost their entry; fewer than `n` if the rest is in use or carries such pages.
         """
         out: list[np.ndarray] = []
-        count = 0
+        count, busy = 0, self._busy
         for leaves in (self._leaves, self._soft_leaves):
-            passed: list[Node] = []
-            leaves.start()
-            while count < n and (node := leaves.pop()) is not None:
-                want = min(n - count, node.num_pages)
-                free = 0 if node is keep else self._free_tail(node, want)
-                if free:
-                    out.append(node.page_ids[node.num_pages - free :])
-                    self._cut(node, free, undo)
-                    count += free
-                if node.num_pages:
-                    passed.append(node)  # stays in the order, but not in the way of this call
+            passed: list[Node] = []  # stay in the order, but not in the way of this call
+            if self._uses_time:
+                leaves.start()
+            while count < n and (node := leaves.first()) is not None:
+                pages, want = node.num_pages, n - count
+                if node.holds or node is keep:
+                    want = 0
+                elif busy is not None:
+                    want = self._free_tail(node, min(want, pages))
+                if want >= pages:
+                    out.append(node.page_ids)
+                    count += pages
+                    self._drop(node, undo)
+                    continue
+                if want:
+                    out.append(node.page_ids[pages - want :])
+                    count += want
+                    self._shorten(node, pages - want, undo)
+                if count < n:
+                    passed.append(node)
+                    leaves.drop(node)
             for node in passed:
                 leaves.add(node)
-        self._evicted += count
-        if undo is not None and count:
-            undo.append(lambda: self._add_evicted(-count))
+            if count == n:
+                break
         return NO_PAGES if not out else out[0] if len(out) == 1 else np.concatenate(out)
-
-    def _add_evicted(self, count: int) -> None:
-        self._evicted += count
 
     def _free_tail(self, node: Node, want: int) -> int:
         """How many of the last `want` pages may go: those behind the last page in use."""
-        if self._busy is None:
-            return want
+        assert self._busy is not None
         in_use = self._busy(node.page_ids[node.num_pages - want :]).nonzero()[0]
         return want - (int(in_use[-1]) + 1 if in_use.size else 0)
 
-    def _cut(self, node: Node, pages: int, undo: Undo | None) -> None:
-        """Take the last `pages` pages off a leaf, and the leaf off the tree when nothing is left of it."""
+    def _shorten(self, leaf: Node, pages: int, undo: Undo | None) -> None:
+        """Keep the first `pages` pages of a leaf; its tokens stay as they are until it is used again."""
         if undo is not None:
-            undo.append(self._undo_cut(node))
-        left = node.num_pages - pages
-        self._entries -= pages
-        if node.soft_pinned:
-            self._soft_pinned -= pages
-        self._bury(node, left)
-        node.page_ids = node.page_ids[:left]
-        node.num_pages = left
-        if left == 0:
-            self._unlink(node)
-        elif undo is None:
-            compact(node, self._step)
+            undo.append(self._undo_cut(leaf))
+        gone = leaf.num_pages - pages
+        self._evicted += gone
+        if leaf.soft_pinned:
+            self._soft_pinned -= gone
+        leaf.num_pages, leaf.page_ids = pages, leaf.page_ids[:pages]
+
+    def _drop(self, leaf: Node, undo: Undo | None) -> None:
+        """Take a leaf off the tree."""
+        if undo is not None:
+            undo.append(self._undo_cut(leaf))
+        self._evicted += leaf.num_pages
+        if leaf.soft_pinned:
+            self._soft_pinned -= leaf.num_pages
+        leaf.num_pages, leaf.page_ids = 0, NO_PAGES
+        self._bury(self._unlink(leaf).family, leaf.start, leaf.key)
 
     def _undo_cut(self, node: Node) -> Callable[[], None]:
         parent, ids, pages = node.parent, node.page_ids, node.num_pages
         assert parent is not None
+        uses = parent.last_access, parent.hits, parent.touched_at
 
         def restore() -> None:
             back = pages - node.num_pages
+            self._version += 1
             if node.num_pages == 0:
+                self._tombstones.popitem()
                 node.parent = parent
+                parent.set_uses(*uses)
                 if parent.children is None:
                     parent.children = {}
                 parent.children[node.key] = node
                 if parent.is_root:
                     self._roots[parent.tokens] = parent
             node.num_pages, node.page_ids = pages, ids
-            self._entries += back
+            self._evicted -= back
             if node.soft_pinned:
                 self._soft_pinned += back
-            self._tombstones.popitem()
             if is_leaf(node):
                 self._queue(node).renew(node)
 
         return restore
-
-    def _bury(self, node: Node, left: int) -> None:
-        """Remember where an evicted page was, so that a later miss there can say so."""
-        first = node.tokens[left * self._step : (left + 1) * self._step]
-        family = node.family if left or node.parent is None else node.parent.family
-        self._tombstones[family, node.start + left, first] = None
-        if len(self._tombstones) > MAX_TOMBSTONES:
-            self._tombstones.popitem(last=False)
 
     def remove(self, page_id: int) -> np.ndarray:
         """Drop the entry that names `page_id` and everything that hangs below it, used or not.
@@ -117,18 +120,17 @@ class IndexRemoval(IndexState):
         below = list(subtree(node))
         ids = np.concatenate([node.page_ids[left:], *(n.page_ids for n in below[1:])])
         soft = sum(n.num_pages for n in below[1:] if n.soft_pinned) + (node.num_pages - left) * node.soft_pinned
-        for child in below[1:]:
-            child.parent, child.children = None, None
-        self._bury(node, left)
+        for child in reversed(below[1:]):
+            unlink(child)
         node.children = None
         node.page_ids, node.num_pages = node.page_ids[:left], left
-        self._entries -= len(ids)
+        self._version += 1
         self._soft_pinned -= soft
         self._removed += len(ids)
         if left == 0:
-            self._unlink(node)
+            self._bury(self._unlink(node).family, node.start, node.key)
         else:
-            compact(node, self._step)
+            self._compact(node)
             self._queue(node).add(node)
         return ids
 
@@ -147,7 +149,7 @@ class IndexRemoval(IndexState):
                     self._soft_pinned -= node.num_pages
                 node.parent, node.children, node.tokens = None, None, b""
         out = np.concatenate(ids)
-        self._entries -= len(out)
+        self._version += 1
         self._removed += len(out)
         self._invalidations += 1
         if namespace is None:
@@ -166,11 +168,12 @@ class IndexRemoval(IndexState):
             Pages whose pin was changed by this call.
         """
         match = self.peek(tokens, namespace)
-        if match.path is None:
-            return 0
-        nodes = list(match.path.nodes)
-        if match.path.partial_pages:
-            nodes.append(self._split_at(match.path.partial, match.path.partial_pages))
+        nodes: list[Node] = []
+        node = self._split_at(match.run, match.run_pages) if match.num_pages else None
+        while node is not None and not node.is_root:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
         changed = 0
         for node in nodes if pinned else reversed(nodes):
             if node.soft_pinned == pinned:

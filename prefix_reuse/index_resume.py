@@ -1,52 +1,49 @@
 """Resuming a walk: a row that publishes page after page compares only its new pages with the index.
 
 A cursor says where the last commit of the row ended: in which run, and behind which page. It is a hint. Runs may since have
-been split, extended, shortened or dropped; what can no longer be relied on is walked again from the beginning.
+been split, extended, shortened or dropped; what can no longer be relied on is walked again.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from prefix_reuse.index_tree import Node, Path, walk
+import numpy as np
+
+from prefix_reuse.index_tree import TOKEN_BYTES, Node
 
 
 class Cursor(NamedTuple):
-    """Where a commit ended: behind page `end - 1` of its prompt, which `node` or a run above it holds."""
+    """Where a commit ended: behind page `end - 1` of its prompt, which `run` or one above it holds."""
 
-    node: Node
+    run: Node
     end: int
 
 
-def resume(
-    cursor: Cursor | None, root: Node, data: memoryview, full_pages: int, step: int, version: int
-) -> Path | None:
-    """The path that `walk` from `root` would give for a prompt that still begins with the pages of `cursor`.
+def resume(cursor: Cursor, root: Node, tokens: np.ndarray, step: int) -> tuple[Node, list[np.ndarray]]:
+    """The run from which a walk of a prompt that has grown may start, and the page ids of all runs down to it.
 
-    Returns None when the cursor no longer holds: walk from the root then. Arguments as for `walk`.
+    The walk starts behind that run: its pages are those of `cursor`, or the first of them where the last run was extended by
+    somebody else. It is `root` when the cursor no longer holds.
     """
-    if cursor is None or cursor.end > full_pages:
-        return None
-    node: Node | None = cursor.node
-    while node is not None and node.start >= cursor.end:  # the run was split: its upper half may hold the end
-        node = node.parent
-    known: list[Node] = []
-    current = node
-    while current is not None and current.parent is not None:
-        known.append(current)
-        current = current.parent
-    if current is not root or not known:
-        return None  # dropped, or of another namespace
-    known.reverse()
-    last = known[-1]
+    run: Node | None = cursor.run
+    while run is not None and run.start >= cursor.end:  # it was split: its upper half may hold the end
+        run = run.parent
+    chain: list[Node] = []
+    above = run
+    while above is not None and above.parent is not None:
+        chain.append(above)
+        above = above.parent
+    if above is not root or not chain:
+        return root, []  # dropped, or of another namespace
+    last = chain[0]
     if last.start + last.num_pages < cursor.end:
-        return None  # evicted
-    final = (cursor.end - 1) * step
-    if data[final : final + step] != last.tokens[final - last.start * step :][:step]:
-        return None  # not the prompt that it was
+        return root, []  # evicted
+    page = step // TOKEN_BYTES
+    final = tokens[(cursor.end - 1) * page : cursor.end * page].tobytes()
+    at = (cursor.end - 1 - last.start) * step
+    if not final or last.tokens[at : at + step] != final:
+        return root, []  # not the prompt that it was
     if last.start + last.num_pages > cursor.end:
-        known.pop()  # extended by somebody else: this one run is compared again
-        last = known[-1] if known else root
-    at = last.start + last.num_pages
-    rest = walk(last, data[at * step :], full_pages - at, step, version)
-    return rest._replace(nodes=[*known, *rest.nodes], num_pages=at + rest.num_pages, known=len(known))
+        del chain[0]  # extended: this one run is compared again
+    return (chain[0] if chain else root), [node.page_ids for node in reversed(chain)]

@@ -12,12 +12,13 @@ page borders only. Nothing here recurses: a chain may be as long as memory allow
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 
 TOKEN_BYTES = 4
 FEW_RUNS = 4
+SHORT_PROMPT = 1 << 13
+"""Bytes of tokens that are copied without a second thought."""
 NO_PAGES = np.zeros(0, np.int32)
 NO_PAGES.setflags(write=False)
 
@@ -30,6 +31,7 @@ class Node:
         "digests",
         "family",
         "hits",
+        "holds",
         "key",
         "last_access",
         "num_pages",
@@ -43,26 +45,41 @@ class Node:
         "touched_at",
     )
 
-    def __init__(self, parent: Node | None, key: bytes, tokens: bytes, page_ids: np.ndarray, start: int) -> None:
+    def __init__(
+        self,
+        parent: Node | None,
+        key: bytes,
+        tokens: bytes,
+        page_ids: np.ndarray,
+        start: int,
+        family: int,
+        last_access: int = 0,
+        priority: int = 0,
+        touched_at: float = 0.0,
+    ) -> None:
         self.parent = parent
         self.key = key
         self.tokens = tokens
         self.page_ids = page_ids
         self.num_pages = len(page_ids)
         self.start = start  # index of the first page of the run within a prompt
+        self.family = family  # both halves of a split keep it, so that records of evicted pages still find their place
+        self.last_access = last_access  # of matches that ended here, or below in runs that are gone: see `unlink`
+        self.priority = priority
+        self.touched_at = touched_at
         self.children: dict[bytes, Node] | None = None  # most nodes are leaves: no dict until there is a child
-        self.last_access = 0
         self.hits = 0
-        self.priority = 0
-        self.touched_at = 0.0
+        self.holds = 0  # open leases whose match ends with this run
         self.soft_pinned = False
         self.record = 0  # of the leaf queue
-        self.family = 0  # both halves of a split keep it, so that records of evicted pages still find their place
-        self.digests: list[bytes] | None = None
+        self.digests = b""  # one after another, if the index makes any
 
     @property
     def is_root(self) -> bool:
         return self.parent is None and not self.key
+
+    def set_uses(self, last_access: int, hits: int, touched_at: float) -> None:
+        self.last_access, self.hits, self.touched_at = last_access, hits, touched_at
 
     def __repr__(self) -> str:
         return f"Node(pages {self.start}..{self.start + self.num_pages}, children={len(self.children or ())})"
@@ -73,75 +90,71 @@ def is_leaf(node: Node) -> bool:
     return node.parent is not None and not node.children
 
 
-class Path(NamedTuple):
-    """What a walk found: `nodes` matched wholly, then `partial` (if any) with its first `partial_pages` pages.
-
-    The first `known` nodes had matched before and were not compared.
-    """
-
-    nodes: list[Node]
-    partial: Node | None
-    partial_pages: int
-    num_pages: int
-    version: int
-    known: int = 0
-
-    @property
-    def compared(self) -> int:
-        """Runs whose tokens were compared."""
-        return len(self.nodes) - self.known + (self.partial is not None)
-
-
-def walk(root: Node, data: memoryview, full_pages: int, step: int, version: int) -> Path:
+def walk(root: Node, tokens: np.ndarray, full_pages: int, step: int) -> tuple[Node, int, list[np.ndarray], bytes]:
     """Follow a prompt from `root` as far as its pages are there. Changes nothing.
 
     Args:
         root: where to begin.
-        data: token bytes of the prompt.
-        full_pages: pages to match at most.
+        tokens: int32 [T], contiguous.
+        full_pages: pages to match at most, T // page_size.
         step: bytes of one page of tokens.
-        version: number of splits so far; a path is stale once it differs.
+
+    Returns:
+        The run in which the match ends; how many of its pages belong to the match (all of them, unless the prompt ends
+        or differs inside the run); the page ids by run; the tokens of the first page that is not there, or nothing.
+        The match has `run.start` + that many pages.
     """
-    nodes: list[Node] = []
-    node, at, end = root, 0, full_pages * step
-    while at < end and len(nodes) < FEW_RUNS:
-        children = node.children
-        child = children.get(bytes(data[at : at + step])) if children else None
-        if child is None:
-            return Path(nodes, None, 0, at // step, version)
-        stop = at + child.num_pages * step
-        if stop > end or not child.tokens.startswith(data[at:stop]):
-            k = common_pages(child, data[at:end], min(stop, end) - at, step)
-            return Path(nodes, child, k, at // step + k, version)
-        nodes.append(child)
-        node, at = child, stop
-    if at == end:
-        return Path(nodes, None, 0, full_pages, version)
-    # Many runs: slices of bytes cost half as much as slices of a view, which pays for one copy of the rest.
-    rest, base, limit, at = bytes(data[at:end]), at, end - at, 0
+    found: list[np.ndarray] = []
+    node, at, base, end = root, 0, 0, full_pages * step
+    if end <= SHORT_PROMPT:
+        rest = (tokens if tokens.nbytes < end + step else tokens[: end // TOKEN_BYTES]).tobytes()
+    else:  # most long prompts end after a few runs: then a view spares the copy
+        view = memoryview(tokens).cast("B")
+        while len(found) < FEW_RUNS:
+            key = bytes(view[at : at + step]) if at < end else b""
+            child = node.children.get(key) if node.children else None
+            if child is None:
+                return node, node.num_pages, found, key
+            stop = at + child.num_pages * step
+            if stop > end or not child.tokens.startswith(view[at:stop]):
+                return part_of(child, view[at:end], step, found)
+            found.append(child.page_ids)
+            node, at = child, stop
+        rest, base = bytes(view[at:end]), at
+    # Slices of bytes cost a quarter of slices of a view.
+    at, limit = 0, end - base
     while at < limit:
+        key = rest[at : at + step]
         children = node.children
-        if not children:
-            break
-        child = children.get(rest[at : at + step])
+        child = children.get(key) if children else None
         if child is None:
-            break
-        tokens = child.tokens
-        if len(tokens) != child.num_pages * step or not rest.startswith(tokens, at):
-            # They differ, or one is shorter: the prompt ends here, or eviction has cut the run.
-            k = common_pages(child, data[base + at : end], min(child.num_pages * step, limit - at), step)
-            return Path(nodes, child, k, (base + at) // step + k, version)
-        nodes.append(child)
+            return node, node.num_pages, found, key
+        run = child.tokens
+        if not rest.startswith(run, at):
+            return part_of(child, memoryview(rest)[at:], step, found)
+        found.append(child.page_ids)
         node = child
-        at += len(tokens)
-    return Path(nodes, None, 0, (base + at) // step, version)
+        at += len(run)
+    return node, node.num_pages, found, b""
 
 
-def common_pages(node: Node, data: memoryview, limit: int, step: int) -> int:
-    """How many whole pages the first `limit` bytes of `node` and of `data` have in common."""
-    if node.tokens.startswith(data[:limit]):
-        return limit // step
-    return common_tokens(node, data, limit // TOKEN_BYTES) * TOKEN_BYTES // step
+def part_of(
+    node: Node, data: memoryview, step: int, found: list[np.ndarray]
+) -> tuple[Node, int, list[np.ndarray], bytes]:
+    """End of a walk inside `node`: the prompt ends there, or differs, or eviction has cut the run."""
+    tokens = node.tokens
+    pages = min(node.num_pages, len(data) // step)
+    if not tokens.startswith(data[: pages * step]):
+        same = 1  # the first `same` pages are equal (the first is its key), the first `pages` are not
+        while pages - same > 1:
+            middle = (same + pages) // 2
+            if tokens.startswith(data[same * step : middle * step], same * step):
+                same = middle
+            else:
+                pages = middle
+        pages = same
+    found.append(node.page_ids[:pages])
+    return node, pages, found, bytes(data[pages * step : (pages + 1) * step])
 
 
 def common_tokens(node: Node, data: memoryview, limit: int) -> int:
@@ -154,53 +167,73 @@ def common_tokens(node: Node, data: memoryview, limit: int) -> int:
     return first if limit and differs[first] else limit
 
 
-def path_pages(path: Path) -> np.ndarray:
-    """Page ids of a match, int32, in order."""
-    nodes, partial = path.nodes, path.partial
-    if partial is None:
-        if len(nodes) == 1:
-            return nodes[0].page_ids
-        return np.concatenate([node.page_ids for node in nodes]) if nodes else NO_PAGES
-    tail = partial.page_ids[: path.partial_pages]
-    return np.concatenate([*(node.page_ids for node in nodes), tail]) if nodes else tail
+def join_pages(found: list[np.ndarray]) -> np.ndarray:
+    """Page ids of a walk as one int32 array, in order."""
+    if len(found) == 1:
+        return found[0]
+    return np.concatenate(found) if found else NO_PAGES
 
 
 def split(node: Node, pages: int, step: int) -> Node:
     """Cut `node` after its first `pages` pages; returns the new upper half. `node` stays the lower half.
 
-    Which pages are cached does not change, nor do their recency and order of eviction.
+    Which pages are cached does not change, nor do their recency, their order of eviction and what leases hold.
     """
     parent = node.parent
     assert parent is not None
     assert parent.children is not None
     assert 0 < pages < node.num_pages
     cut = pages * step
-    upper = Node(parent, node.key, node.tokens[:cut], node.page_ids[:pages], node.start)
-    for name in ("last_access", "hits", "priority", "touched_at", "soft_pinned", "family"):
-        setattr(upper, name, getattr(node, name))
+    upper = Node(parent, node.key, node.tokens[:cut], node.page_ids[:pages], node.start, node.family)
+    upper.priority, upper.soft_pinned = node.priority, node.soft_pinned
     node.tokens = node.tokens[cut : node.num_pages * step]
     node.key = node.tokens if node.num_pages - pages == 1 else node.tokens[:step]
     node.page_ids = node.page_ids[pages:]
     node.num_pages -= pages
     node.start += pages
-    if node.digests is not None:
-        upper.digests, node.digests = node.digests[:pages], node.digests[pages:]
+    if node.digests:
+        cut = pages * len(node.digests) // (node.num_pages + pages)
+        upper.digests, node.digests = node.digests[:cut], node.digests[cut:]
     node.parent = upper
     upper.children = {node.key: node}
     parent.children[upper.key] = upper
     return upper
 
 
-def compact(node: Node, step: int, worth: int = 2) -> None:
-    """Give back the memory of pages that eviction cut off, once the run has `worth` times the tokens it needs.
+def unlink(node: Node) -> Node:
+    """Take a node off its parent, to which it leaves its uses: whatever matched it had matched the parent before.
 
-    A node with children must have no such rest (`worth=1`): `walk` relies on it.
+    Only the end of a match is marked as used, so a lookup costs the same however many runs it crosses. A run is
+    evicted only as a leaf, and by then its own marks include those of all that ever hung below it.
+
+    Returns:
+        The parent that it had.
     """
-    if worth * node.num_pages * step < len(node.tokens):
-        node.tokens = node.tokens[: node.num_pages * step]
-        node.page_ids = node.page_ids.copy()
-        if node.digests is not None:
-            del node.digests[node.num_pages :]
+    parent = node.parent
+    assert parent is not None
+    children = parent.children
+    assert children is not None
+    node.parent = None
+    del children[node.key]
+    if not children:
+        parent.children = None
+    parent.hits += node.hits
+    if node.last_access > parent.last_access:
+        parent.last_access = node.last_access
+    if node.touched_at > parent.touched_at:
+        parent.touched_at = node.touched_at
+    return parent
+
+
+def uses(root: Node) -> Iterator[tuple[Node, int, int]]:
+    """(node, last access, hits) of `root` and everything below it, children before parents."""
+    marks: dict[Node, tuple[int, int]] = {}
+    for node in reversed(list(subtree(root))):
+        below = [marks.pop(child) for child in (node.children or {}).values()]
+        last = max(node.last_access, *(last for last, _ in below)) if below else node.last_access
+        hits = node.hits + sum(hits for _, hits in below)
+        marks[node] = last, hits
+        yield node, last, hits
 
 
 def subtree(node: Node) -> Iterator[Node]:

@@ -1,24 +1,25 @@
 """Replays a trace on the host index, without a model or a GPU: which hit rate would a cache of this size reach?
 
-Traces: Mooncake's JSON lines (`hash_ids`, one per block of 512 tokens, and `input_length`), or an `.npz` with `tokens`
-and `offsets` (all prompts one after another). A page counts when it is full; empty requests are skipped.
+A page counts when it is full; empty requests are skipped.
 """
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from prefix_reuse.errors import InvalidRequestError
 from prefix_reuse.eviction import LFU, LRU, EvictionPolicy, PriorityTTL
-from prefix_reuse.host_store import HostPageStore, PrefixRequest
+from prefix_reuse.hashing import Digest
 from prefix_reuse.index import PrefixIndex
+from prefix_reuse.traces import open_trace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "lru": LRU,
@@ -28,31 +29,49 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
 NAMESPACE = b"simulation"
 
 
-def mooncake_prompts(path: str | Path, block: int = 512) -> Iterator[np.ndarray]:
-    """Token ids (int32, invented: equal blocks get equal tokens) of each request of a Mooncake trace."""
-    offsets = np.arange(block, dtype=np.int32)
-    with open(path) as lines:
-        for line in lines:
-            if not line.strip():
-                continue
-            request = json.loads(line)
-            ids = np.asarray(request["hash_ids"], np.int64)
-            if ids.size and int(ids.max()) * block >= 2**31:
-                raise InvalidRequestError(f"hash id {int(ids.max())} does not fit int32 tokens at block {block}")
-            yield (ids.astype(np.int32)[:, None] * block + offsets).reshape(-1)[: request["input_length"]]
+class SimulatedPool:
+    """A prefix index and a stack of free pages: all that serving prompts one after another needs, without bytes.
 
+    Args:
+        num_pages: pages in the pool.
+        page_size: token slots per page.
+        policy: order of eviction, LRU by default.
+        digest: see `PrefixIndex`.
+    """
 
-def token_prompts(path: str | Path) -> Iterator[np.ndarray]:
-    """Token ids of each prompt of an `.npz` token stream."""
-    with np.load(path) as data:
-        tokens, offsets = data["tokens"].astype(np.int32), data["offsets"]
-    for start, end in pairwise(offsets.tolist()):
-        yield tokens[start:end]
+    def __init__(
+        self, num_pages: int, page_size: int, policy: EvictionPolicy | None = None, digest: Digest | None = None
+    ) -> None:
+        self.index = PrefixIndex(page_size, policy=policy, digest=digest)
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._stack = np.arange(num_pages, dtype=np.int32)
+        self._num_free = num_pages
 
+    def request(self, prompt: np.ndarray) -> int:
+        """Serve one prompt: hold its hit, take pages for the rest (evicting if it must), index them, let go.
 
-def open_trace(path: str | Path, block: int = 512) -> Iterator[np.ndarray]:
-    """Prompts of a trace file, by its suffix."""
-    return token_prompts(path) if str(path).endswith(".npz") else mooncake_prompts(path, block)
+        Returns:
+            The hit in pages. Of a prompt beyond the capacity only the beginning is kept.
+        """
+        lease = self.index.acquire(prompt, NAMESPACE)
+        hit = lease.match.num_pages
+        need = min(len(prompt) // self.page_size, self.num_pages) - hit
+        if need > 0:
+            self.index.commit(prompt, self._take(need), NAMESPACE, lease=lease)
+        lease.abort()
+        return hit
+
+    def _take(self, n: int) -> np.ndarray:
+        free = self._num_free
+        if n > free:
+            evicted = self.index.evict(n - free)
+            if free == 0:
+                return evicted
+            self._stack[free : free + len(evicted)] = evicted
+            free += len(evicted)
+        self._num_free = free - n
+        return self._stack[free - n : free]
 
 
 def replay(prompts: Iterable[np.ndarray], request: Callable[[np.ndarray], int], page_size: int) -> dict[str, Any]:
@@ -80,30 +99,6 @@ def replay(prompts: Iterable[np.ndarray], request: Callable[[np.ndarray], int], 
     }
 
 
-class SimulatedStore:
-    """A host store without bytes that serves one prompt at a time: allocate, publish, release."""
-
-    def __init__(self, capacity_tokens: int, page_size: int, policy: EvictionPolicy) -> None:
-        pages = capacity_tokens // page_size
-        self.store = HostPageStore(pages, page_size, index=PrefixIndex(page_size, policy=policy))
-        self.page_size = page_size
-
-    def request(self, prompt: np.ndarray) -> int:
-        """Serve one prompt; returns its hit in pages. Beyond the capacity only the beginning is kept."""
-        kept = prompt[: self.store.num_pages * self.page_size]
-        full = len(kept) // self.page_size * self.page_size
-        if full == 0:
-            return 0
-        request = PrefixRequest(0, kept[:full], full, NAMESPACE)
-        allocation = self.store.allocate_pages_for_sequences_with_prefix([request])[0]
-        if allocation.newly_allocated:
-            self.store.begin_copy(allocation.private_pages)
-            self.store.finish_copy(allocation.private_pages, None)
-            self.store.publish(0, full, NAMESPACE)
-        self.store.release(0)
-        return len(allocation.shared_pages)
-
-
 def simulate(
     trace_path: str | Path,
     capacity_tokens: int,
@@ -116,7 +111,7 @@ def simulate(
     """Hit rates of a trace on a host cache of a given size.
 
     Args:
-        trace_path: `.jsonl` (Mooncake) or `.npz` (token stream).
+        trace_path: `.npz` (token stream) or JSON lines (Mooncake), see `open_trace`.
         capacity_tokens: tokens that the cache holds.
         policy: "lru", "lfu", "priority-ttl", or a policy object.
         page_size: token slots per page.
@@ -124,22 +119,55 @@ def simulate(
         progress: wraps the iterable of prompts (a progress bar).
 
     Returns:
-        `{capacity_tokens, requests, hit_rate_pages, hit_rate_tokens, us_per_request, evicted_pages}`.
+        `{capacity_tokens, requests, hit_rate_pages, hit_rate_tokens, us_per_request, evicted_pages}`. The time is that of
+        the index alone: lookup, hold, eviction, insertion, release.
 
     Raises:
-        InvalidRequestError: unknown policy, or a capacity below one page.
+        InvalidRequestError: unknown policy, a capacity below one page, or a trace that cannot be read.
     """
     if isinstance(policy, str):
         if policy not in POLICIES:
             raise InvalidRequestError(f"unknown policy {policy!r}; choose from {', '.join(POLICIES)}")
         policy = POLICIES[policy]()
-    if capacity_tokens < page_size:
+    if page_size < 1 or capacity_tokens < page_size:
         raise InvalidRequestError(f"a capacity of {capacity_tokens} tokens is below one page of {page_size}")
-    simulated = SimulatedStore(capacity_tokens, page_size, policy)
+    pool = SimulatedPool(capacity_tokens // page_size, page_size, policy)
     prompts: Iterable[np.ndarray] = open_trace(trace_path, block)
-    result = replay(progress(prompts) if progress else prompts, simulated.request, page_size)
-    return {
-        "capacity_tokens": capacity_tokens,
-        **result,
-        "evicted_pages": simulated.store.counters.evictions,
-    }
+    result = replay(progress(prompts) if progress else prompts, pool.request, page_size)
+    return {"capacity_tokens": capacity_tokens, **result, "evicted_pages": pool.index.stats().evicted_pages}
+
+
+def parse_tokens(text: str) -> int:
+    """A number of tokens: `4096`, `400k`, `1M`, `1.5M`, `2G` (powers of ten)."""
+    number, factor = text.strip(), 1
+    if number[-1:] in "kKmMgG" and number:
+        factor = {"k": 10**3, "m": 10**6, "g": 10**9}[number[-1].lower()]
+        number = number[:-1]
+    try:
+        value = float(number) * factor
+        tokens = int(value)
+    except (ValueError, OverflowError):
+        raise InvalidRequestError(f"{text!r} is no number of tokens; write 4096, 400k, 1M or 1.5M") from None
+    if tokens < 1 or tokens != value:
+        raise InvalidRequestError(f"{text!r} is no whole positive number of tokens")
+    return tokens
+
+
+def plot_hit_rates(rows: Sequence[dict[str, Any]], title: str = "") -> Figure:
+    """Hit rate over capacity, one point a row of `simulate`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    rows = sorted(rows, key=lambda row: row["capacity_tokens"])
+    capacities = [row["capacity_tokens"] / 1e6 for row in rows]
+    for name, label in (("hit_rate_pages", "full pages"), ("hit_rate_tokens", "tokens")):
+        axes.plot(capacities, [100 * row[name] for row in rows], marker="o", label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(capacities, [f"{c:g}" for c in capacities])
+    axes.set(xlabel="capacity, million tokens", ylabel="hit rate, %", title=title, ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_helpers import MODEL, PAGE, fill, make_store, payload, seq
 
-from prefix_reuse import SamplingParams, index_resume
-from prefix_reuse import index as index_module
+from prefix_reuse import SamplingParams
+from prefix_reuse import index_commit as index_module
 from prefix_reuse.host_store import HostPageStore, PrefixRequest
 from prefix_reuse.index import PrefixIndex
+from prefix_reuse.index_resume import Cursor
 
 NS = MODEL.digest
 
@@ -25,12 +26,11 @@ def walked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     pages: list[int] = []
     real = index_module.walk
 
-    def counted(root: Any, data: Any, full_pages: int, step: int, version: int) -> Any:
+    def counted(root: Any, tokens: Any, full_pages: int, step: int) -> Any:
         pages.append(full_pages)
-        return real(root, data, full_pages, step, version)
+        return real(root, tokens, full_pages, step)
 
     monkeypatch.setattr(index_module, "walk", counted)
-    monkeypatch.setattr(index_resume, "walk", counted)
     return pages
 
 
@@ -110,7 +110,7 @@ def test_a_prompt_that_changed_is_not_taken_for_the_old_one():
     """B3: a cursor is a hint, tokens decide."""
     index = PrefixIndex(2)
     first = index.commit([1, 2, 3, 4], np.array([0, 1]), b"n")
-    index.commit([1, 2, 9, 9, 5, 6], np.array([0, 2, 3]), b"n", after=first.cursor)
+    index.commit([1, 2, 9, 9, 5, 6], np.array([0, 2, 3]), b"n", after=Cursor(first.run, 2))
     assert index.peek([1, 2, 9, 9, 5, 6], b"n").page_ids.tolist() == [0, 2, 3]
     assert index.peek([1, 2, 3, 4, 5, 6], b"n").page_ids.tolist() == [0, 1]
     index.check_integrity()
@@ -141,7 +141,7 @@ def test_a_resumed_commit_does_what_a_whole_one_does(steps: list[tuple[int, list
             one = plain.commit(grown, ids, b"n")
             two = resumed.commit(grown, ids, b"n", after=cursor)
             assert (one.inserted, one.entry_ids.tolist()) == (two.inserted, two.entry_ids.tolist())
-            rows[row] = (grown, two.cursor)
+            rows[row] = (grown, Cursor(two.run, two.inserted.stop))
         plain.check_integrity()
         resumed.check_integrity()
         assert plain.recency() == resumed.recency()
