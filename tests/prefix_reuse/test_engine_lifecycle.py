@@ -322,7 +322,9 @@ def test_rows_decode_while_copies_are_under_way_and_nobody_needs_them():
     assert e.offloader.pending
     assert transfer.waits == 0
     assert len(index_of(e)) == 0
-    second = e.submit(prompt(14, seed=2, start=base), GREEDY)  # it can be let in, and hit: now the copies are waited for
+    second = e.submit(
+        prompt(14, seed=2, start=base), GREEDY
+    )  # it can be let in, and hit: now the copies are waited for
     e.step()
     assert transfer.waits > 0
     outputs: dict[int, Any] = {}
