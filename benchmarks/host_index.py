@@ -169,9 +169,13 @@ def summary(rounds: list[tuple[np.ndarray, float]]) -> dict[str, float]:
 
 
 def measure(sides: dict[str, Callable[[str], tuple[np.ndarray, float]]], workloads: list[str], rounds: int) -> Any:
-    """{workload: {side: figures}}; within a round every side does every workload that it takes part in."""
+    """({workload: {side: figures}}, figures of the sha256 loop, load of the machine after each round).
+
+    Within a round every side does every workload that it takes part in.
+    """
     tokens = prompt(0)
     sha: list[np.ndarray] = []
+    loads: list[float] = []
     results: dict[str, dict[str, list[tuple[np.ndarray, float]]]] = {name: {} for name in workloads}
     for number in range(rounds):
         for name in workloads:
@@ -181,10 +185,11 @@ def measure(sides: dict[str, Callable[[str], tuple[np.ndarray, float]]], workloa
                     continue
                 results[name].setdefault(side, []).append(run(name))
                 gc.collect()
-        print(f"round {number + 1} of {rounds}, load {os.getloadavg()[0]:.1f}", file=sys.stderr)
+        loads.append(os.getloadavg()[0])
+        print(f"round {number + 1} of {rounds}, load {loads[-1]:.1f}", file=sys.stderr)
     out = {name: {side: summary(got) for side, got in by_side.items()} for name, by_side in results.items()}
     loop = np.concatenate(sha)
-    return out, {"median_us": float(np.median(loop)), "min_us": float(loop.min())}
+    return out, {"median_us": float(np.median(loop)), "min_us": float(loop.min())}, loads
 
 
 def show(results: dict[str, dict[str, dict[str, float]]], sha: dict[str, float]) -> None:
@@ -216,7 +221,7 @@ def main() -> None:
     peer = Peer(args.peer, args.trace) if args.peer else None
     if peer is not None:
         sides[peer.info["name"]] = peer.run
-    results, sha = measure(sides, workloads, args.rounds)
+    results, sha, loads = measure(sides, workloads, args.rounds)
     if peer is not None:
         peer.close()
     show(results, sha)
@@ -236,6 +241,7 @@ def main() -> None:
             "xxhash": xxhash.VERSION,
             "peer": None if peer is None else peer.info,
             "rounds": args.rounds,
+            "load_after_each_round": loads,
         }
         figures = {"machine": machine, "sha256_loop": sha, "workloads": results, "rest": rest}
         Path(args.json).write_text(json.dumps(figures, indent=2) + "\n")

@@ -57,7 +57,7 @@ class HostEntries(StoreState):
                 self.checksums.add(result.new_ids, self.payloads)
                 undo.append(lambda: self._forget_checksums(result.new_ids))
             self._step("pin")
-        row.cursor = Cursor(result.run, result.inserted.stop) if result.inserted.stop else None
+        row.cursor = Cursor(result.run, result.inserted.stop, result.run.cuts) if result.inserted.stop else None
         self._unpin(result.evicted)
         self.counters.evictions += len(result.evicted)
         self.accounts.pin(result.new_ids)

@@ -167,6 +167,7 @@ class IndexCommit(IndexRemoval):
         self._version += 1
         self._inserted -= new
         node.num_pages, node.page_ids = pages, ids
+        node.cuts += 1
         if pages == 0:
             self._unlink(node)
 

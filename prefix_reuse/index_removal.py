@@ -66,6 +66,7 @@ class IndexRemoval(IndexLookup):
         if leaf.soft_pinned:
             self._soft_pinned -= gone
         leaf.num_pages, leaf.page_ids = pages, leaf.page_ids[:pages]
+        leaf.cuts += 1
 
     def _drop(self, leaf: Node, undo: Undo | None) -> None:
         """Take a leaf off the tree."""
@@ -124,6 +125,7 @@ class IndexRemoval(IndexLookup):
             unlink(child)
         node.children = None
         node.page_ids, node.num_pages = node.page_ids[:left], left
+        node.cuts += 1
         self._version += 1
         self._soft_pinned -= soft
         self._removed += len(ids)

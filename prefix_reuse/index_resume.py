@@ -14,10 +14,15 @@ from prefix_reuse.index_tree import TOKEN_BYTES, Node
 
 
 class Cursor(NamedTuple):
-    """Where a commit ended: behind page `end - 1` of its prompt, which `run` or one above it holds."""
+    """Where a commit ended: behind page `end - 1` of its prompt, which `run` or one above it holds.
+
+    `cuts` is that of the run at that time: a run that has been shortened since may have been lengthened by another prompt.
+    (Runs above one that is still there never were at the end of a branch, so they are what they were.)
+    """
 
     run: Node
     end: int
+    cuts: int
 
 
 def resume(cursor: Cursor, root: Node, tokens: np.ndarray, step: int) -> tuple[Node, list[np.ndarray]]:
@@ -27,6 +32,8 @@ def resume(cursor: Cursor, root: Node, tokens: np.ndarray, step: int) -> tuple[N
     somebody else. It is `root` when the cursor no longer holds.
     """
     run: Node | None = cursor.run
+    if cursor.run.cuts != cursor.cuts:
+        return root, []  # shortened
     while run is not None and run.start >= cursor.end:  # it was split: its upper half may hold the end
         run = run.parent
     chain: list[Node] = []

@@ -28,6 +28,7 @@ class Node:
 
     __slots__ = (
         "children",
+        "cuts",
         "digests",
         "family",
         "hits",
@@ -68,6 +69,7 @@ class Node:
         self.priority = priority
         self.touched_at = touched_at
         self.children: dict[bytes, Node] | None = None  # most nodes are leaves: no dict until there is a child
+        self.cuts = 0  # times that it lost pages at its end: what it holds now may be something else
         self.hits = 0
         self.holds = 0  # open leases whose match ends with this run
         self.soft_pinned = False

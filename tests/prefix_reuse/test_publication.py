@@ -110,9 +110,26 @@ def test_a_prompt_that_changed_is_not_taken_for_the_old_one():
     """B3: a cursor is a hint, tokens decide."""
     index = PrefixIndex(2)
     first = index.commit([1, 2, 3, 4], np.array([0, 1]), b"n")
-    index.commit([1, 2, 9, 9, 5, 6], np.array([0, 2, 3]), b"n", after=Cursor(first.run, 2))
+    index.commit([1, 2, 9, 9, 5, 6], np.array([0, 2, 3]), b"n", after=Cursor(first.run, 2, 0))
     assert index.peek([1, 2, 9, 9, 5, 6], b"n").page_ids.tolist() == [0, 2, 3]
     assert index.peek([1, 2, 3, 4, 5, 6], b"n").page_ids.tolist() == [0, 1]
+    index.check_integrity()
+
+
+@pytest.mark.parametrize("split", [None, 1, 3])
+def test_a_run_that_was_shortened_and_lengthened_by_another_prompt_is_compared_again(split: int | None):
+    """B3: the last page may be the same again although the one before it is not."""
+    index = PrefixIndex(2)
+    mine, other = [1, 1, 2, 2, 3, 3, 4, 4], [1, 1, 2, 2, 9, 9, 4, 4]
+    first = index.commit(mine, np.array([0, 1, 2, 3]), b"n")
+    cursor = Cursor(first.run, 4, first.run.cuts)
+    assert index.evict(2).tolist() == [2, 3]
+    index.commit(other, np.array([0, 1, 7, 8]), b"n")
+    if split is not None:
+        index.lookup(other[: 2 * split], b"n")
+    index.commit([*mine, 5, 5], np.array([10, 11, 12, 13, 14]), b"n", after=cursor)
+    assert index.peek([*other, 5, 5], b"n").page_ids.tolist() == [0, 1, 7, 8]
+    assert index.peek([*mine, 5, 5], b"n").page_ids.tolist() == [0, 1, 12, 13, 14]
     index.check_integrity()
 
 
@@ -141,7 +158,7 @@ def test_a_resumed_commit_does_what_a_whole_one_does(steps: list[tuple[int, list
             one = plain.commit(grown, ids, b"n")
             two = resumed.commit(grown, ids, b"n", after=cursor)
             assert (one.inserted, one.entry_ids.tolist()) == (two.inserted, two.entry_ids.tolist())
-            rows[row] = (grown, Cursor(two.run, two.inserted.stop))
+            rows[row] = (grown, Cursor(two.run, two.inserted.stop, two.run.cuts))
         plain.check_integrity()
         resumed.check_integrity()
         assert plain.recency() == resumed.recency()
