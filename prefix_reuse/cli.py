@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from prefix_reuse.demo import QUESTIONS, DemoReport, run_demo
-from prefix_reuse.errors import PrefixReuseError
+from prefix_reuse.errors import ConfigError, PrefixReuseError
 from prefix_reuse.verify import VerifyReport, run_verify
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Prefix KV reuse for JAX.")
@@ -118,6 +118,8 @@ def verify(
     from prefix_reuse.checkpoints import load_model
 
     try:
+        if json_file is not None and not json_file.parent.is_dir():  # said now, not after all the runs
+            raise ConfigError(f"--json: there is no folder {json_file.parent}")
         loaded = load_model(model, progress=True)
         report = run_verify(loaded, deterministic=deterministic, page_size=page_size, progress=True)
     except (ValueError, OSError) as error:
@@ -150,7 +152,7 @@ def print_verification(report: VerifyReport, console: Console) -> None:
             f"{run.computed_tokens}",
             f"{run.max_logit_diff:.2g}",
             f"{len(run.flips)}",
-            *(f"{digest[:8]}{'=' if digest == cold else ' '}" for digest, cold in digests),
+            *(f"{digest[:8]}{'=' if digest == cold else ' '}" if digest else "none " for digest, cold in digests),
         )
     console.print(table)
     for run in report.runs:

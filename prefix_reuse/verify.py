@@ -62,7 +62,7 @@ class RunResult:
     """Every computed logit has the bits of the cold one."""
     flips: tuple[Flip, ...]
     tokens_sha256: str
-    """Of the answers; `cold_*` are the digests of the cold run over the same prompts."""
+    """Of the answers, empty where none were asked for; `cold_*` are the digests of the cold run over the same prompts."""
     cold_tokens_sha256: str
     logits_sha256: str
     """Of the next-token logits of every score, f32."""
@@ -241,6 +241,8 @@ class _Judge:
 
 
 def _digest(arrays: Sequence[np.ndarray]) -> str:
+    if not arrays:
+        return ""
     digest = hashlib.sha256()
     for array in arrays:
         digest.update(np.ascontiguousarray(array).tobytes())

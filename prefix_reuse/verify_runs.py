@@ -222,8 +222,8 @@ class Runs:
         """Cold runs that may round differently: chunks of one page, and one large padding."""
         size, largest = self.config.page_size, 2 * self.config.max_prefill_tokens
         return {
-            "cold, small chunks": lambda: self.disabled(max_prefill_tokens=size, min_prefill_tokens=1),
-            "cold, more padding": lambda: self.disabled(max_prefill_tokens=largest, min_prefill_tokens=largest),
+            "cold: chunks": lambda: self.disabled(max_prefill_tokens=size, min_prefill_tokens=1),
+            "cold: padding": lambda: self.disabled(max_prefill_tokens=largest, min_prefill_tokens=largest),
         }
 
     # ---- parts of a run
