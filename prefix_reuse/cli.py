@@ -1,4 +1,4 @@
-"""The command line: `prefix-reuse demo`, `prefix-reuse simulate`."""
+"""The command line: `prefix-reuse demo`, `prefix-reuse simulate`, `prefix-reuse verify`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from prefix_reuse.errors import ConfigError, PrefixReuseError
 from prefix_reuse.simulate import POLICIES, parse_tokens, plot_hit_rates
 from prefix_reuse.simulate import simulate as run_simulation
 from prefix_reuse.traces import count_prompts
+from prefix_reuse.verify import VerifyReport, run_verify
 
 PLOT_FORMATS = (".png", ".svg", ".pdf")
 
@@ -187,6 +188,70 @@ def print_report(report: DemoReport, console: Console) -> None:
         )
     if report.tokens_equal:
         console.print("[bold green]all tokens equal[/bold green]: cold, warm, and in the batch")
+
+
+@app.command()
+def verify(
+    model: Annotated[str, typer.Argument(help="A checkpoint folder, a .gguf file, or a known name.")],
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Hold deterministic mode to equal bits.")
+    ] = False,
+    page_size: Annotated[int, typer.Option(min=1, help="Token slots per page, a power of two.")] = 64,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
+) -> None:
+    """Whether a hit changes an answer: disabled, cold, warm, full hit, reloaded, mixed batch. Exit code 2 when it does."""
+    from prefix_reuse.checkpoints import load_model
+
+    try:
+        if json_file is not None and not json_file.parent.is_dir():  # said now, not after all the runs
+            raise ConfigError(f"--json: there is no folder {json_file.parent}")
+        loaded = load_model(model, progress=True)
+        report = run_verify(loaded, deterministic=deterministic, page_size=page_size, progress=True)
+    except (ValueError, OSError) as error:
+        fail(error)
+    print_verification(report, Console())
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.to_json(), indent=2) + "\n")
+    errors = Console(stderr=True, soft_wrap=True)
+    for violation in report.violations:
+        errors.print(f"violation: {violation}", markup=False, highlight=False, style="red")
+    if report.first_layer:
+        errors.print(f"the first difference is in: {report.first_layer}", markup=False, highlight=False, style="red")
+    raise typer.Exit(report.exit_code)
+
+
+def print_verification(report: VerifyReport, console: Console) -> None:
+    """A line per run, the flips, and the verdict; a digest ends with = where it is the cold one."""
+    mode = "deterministic" if report.deterministic else "default"
+    title = f"{report.model} in {report.dtype} on {report.device}, {mode} mode, pages of {report.page_size}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("run")
+    headings = ("cached\ntokens", "computed\ntokens", "max logit\ndiff.", "flips", "tokens\nsha256", "logits\nsha256")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for run in report.runs:
+        digests = (run.tokens_sha256, run.cold_tokens_sha256), (run.logits_sha256, run.cold_logits_sha256)
+        table.add_row(
+            run.run,
+            f"{run.cached_tokens}",
+            f"{run.computed_tokens}",
+            f"{run.max_logit_diff:.2g}",
+            f"{len(run.flips)}",
+            *(f"{digest[:8]}{'=' if digest == cold else ' '}" if digest else "none " for digest, cold in digests),
+        )
+    console.print(table)
+    for run in report.runs:
+        for flip in run.flips:
+            console.print(
+                f"{run.run}, {flip.prompt}: token {flip.position} is {flip.other_token}, cold {flip.cold_token}; "
+                f"cold top-2 margin {flip.margin:.3g}, noise {report.noise:.3g}: "
+                f"{'excused' if flip.excused else 'not excused'}"
+            )
+    if not report.deterministic:
+        console.print(f"noise between cold schedules: {report.noise:.3g}; allowed difference: {report.bar:.3g}")
+    if not report.violations:
+        bits = "every bit is equal" if report.deterministic else "no hit changes an answer beyond rounding"
+        console.print(f"[bold green]{bits}[/bold green]")
 
 
 def main() -> None:

@@ -48,6 +48,11 @@ class EngineConfig:
     shared_prefix_decode: bool | None = None
     """Decode reads a page that several rows share once for all of them (X2; acts with M3). None: on a GPU, where so much is
     shared that it was measured to pay; True: wherever a whole split is shared; False: never."""
+    deterministic: bool = False
+    """A token's logits and KV have the same bits however it comes to be computed: cold, after any hit, decoded, resumed or
+    re-entered, in any batch. Every token then goes through one program of `max_prefill_tokens` tokens and `max_rows` rows,
+    decoding too, so a decode step costs what a whole prefill call costs: choose `max_prefill_tokens` small for long answers.
+    Holds within one compiled program; another process on a GPU may compile another one."""
     publish_generated: bool = False
     """Also index full pages that hold generated tokens (useful for multi-turn chat). Off: prompt pages only."""
     share_in_wave: bool = True
@@ -86,6 +91,16 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1 or None, got {value}")
+        if self.deterministic and self.shared_prefix_decode:
+            raise ConfigError(
+                "deterministic runs every token through the prefill program, which shared_prefix_decode=True is not: "
+                "leave shared_prefix_decode at None or set it to False"
+            )
+        if self.deterministic and self.max_rows > self.max_prefill_tokens:
+            raise ConfigError(
+                f"deterministic decodes all rows in one program of max_prefill_tokens={self.max_prefill_tokens} tokens; "
+                f"max_rows={self.max_rows} do not fit it"
+            )
         if self.enable_prefix_reuse and not self.host_page_reuse:
             raise ConfigError(
                 "stages: M2 (suffix_prefill) and M3 (decode_page_sharing) each need M1 (host_page_reuse); "

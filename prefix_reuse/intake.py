@@ -98,6 +98,7 @@ class Intake:
 
     def base_namespace(self) -> Namespace:
         """The namespace without salt and adapter."""
+        c = self.config
         identity = dict(getattr(self.model, "identity", None) or {})
         groups = self.model.kv_groups
         identity.setdefault("model_id", self.model.name)
@@ -117,6 +118,8 @@ class Intake:
             head_dim=groups[0].head_dim,
             layout=f"{LAYOUT}/{self.capability.store_identity}",
             attention=str(self.config.attention),
+            # Pages that another program computed may differ in the last bit; default mode does not mind whose they are.
+            **({"numerics": f"deterministic {c.max_prefill_tokens}x{c.max_rows}"} if c.deterministic else {}),
         )
 
 

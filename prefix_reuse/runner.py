@@ -66,13 +66,17 @@ class DeviceRunner:
 
     @property
     def prefill_buckets(self) -> list[int]:
-        """Token counts of prefill programs; the row count is always `max_rows`."""
+        """Token counts of prefill programs; the row count is always `max_rows`. One only in deterministic mode."""
         largest = self.config.max_prefill_tokens
+        if self.config.deterministic:
+            return [largest]
         return _powers(min(self.config.min_prefill_tokens, largest), largest)
 
     @property
     def decode_buckets(self) -> list[int]:
-        """Row counts of decode programs."""
+        """Row counts of decode programs; none in deterministic mode, which decodes with the prefill program."""
+        if self.config.deterministic:
+            return []
         return _powers(1, self.config.max_rows)
 
     # ---- tables
@@ -93,18 +97,17 @@ class DeviceRunner:
 
     def prefill(self, chunks: Sequence[Chunk], rows: Sequence[Row]) -> PrefillOutputs:
         """Runs one packed prefill batch; chunk i belongs to sequence `rows[i]`. Writes K/V in place."""
-        config = self.config
-        total = sum(len(c.tokens) for c in chunks)
-        buckets = self.prefill_buckets
-        batch = pack_chunks(
-            chunks,
-            num_tokens=bucket(total, buckets[0], buckets[-1]),
-            num_rows=config.max_rows,
-            table_rows=config.max_rows,
-        )
+        batch = self._pack(chunks)
         self.last_prefill = batch
-        inputs = prefill_inputs(batch, self._sampling(rows, config.max_rows))
-        outputs, self.pools = self.programs.prefill(self.params, self.pools, inputs)
+        return self._run_packed(batch, self._sampling(rows, self.config.max_rows))
+
+    def _pack(self, chunks: Sequence[Chunk]) -> PrefillBatch:
+        buckets, num_rows = self.prefill_buckets, self.config.max_rows
+        num_tokens = bucket(sum(len(c.tokens) for c in chunks), buckets[0], buckets[-1])
+        return pack_chunks(chunks, num_tokens=num_tokens, num_rows=num_rows, table_rows=num_rows)
+
+    def _run_packed(self, batch: PrefillBatch, sampling: dict[str, Any]) -> PrefillOutputs:
+        outputs, self.pools = self.programs.prefill(self.params, self.pools, prefill_inputs(batch, sampling))
         return outputs
 
     def decode(self, rows: Sequence[Row], num_steps: int) -> tuple[np.ndarray, int]:
@@ -114,6 +117,8 @@ class DeviceRunner:
         layer in each step. Raises `IntegrityError` when a write was refused.
         """
         config = self.config
+        if config.deterministic:
+            return self._decode_packed(rows, num_steps), 0
         size = bucket(len(rows), 1, config.max_rows)
         pad = size - len(rows)
 
@@ -140,12 +145,34 @@ class DeviceRunner:
         check_refused(refused)
         return tokens[: int(steps), : len(rows)], saved
 
-    def _sampling(self, rows: Sequence[Row], size: int) -> dict[str, Any]:
+    def _decode_packed(self, rows: Sequence[Row], num_steps: int) -> np.ndarray:
+        """`decode` by the prefill program: in each step one query of every row that goes on. Tokens int32 [steps, B]."""
+        out = np.full((num_steps, len(rows)), -1, np.int32)
+        last = np.array([row.last_token for row in rows], np.int32)
+        live = [i for i, row in enumerate(rows) if row.remaining > 0]
+        step = 0
+        while live and step < num_steps:
+            chunks = [
+                Chunk(rows[i].row_index, last[i : i + 1], rows[i].committed_kv_tokens + step, True, True) for i in live
+            ]
+            sampling = self._sampling([rows[i] for i in live], self.config.max_rows, [out[:step, i] for i in live])
+            outputs = self._run_packed(self._pack(chunks), sampling)
+            tokens, refused = jax.device_get((outputs.next_tokens, outputs.refused))
+            check_refused(refused)
+            out[step, live] = last[live] = tokens[: len(live)]
+            step += 1
+            live = [i for i in live if step < rows[i].remaining and last[i] not in stop_ids_of(self.model, rows[i])]
+        return out[:step]
+
+    def _sampling(self, rows: Sequence[Row], size: int, new: Sequence[np.ndarray] = ()) -> dict[str, Any]:
+        """Sampling inputs of a batch of `size`; `new` are tokens of each row that it has not been given yet."""
+        new = new or [np.zeros(0, np.int32)] * len(rows)
         state: SamplingState = sampling_state([r.params for r in rows], [r.stream for r in rows], size)
         index = np.zeros(size, np.int32)
-        index[: len(rows)] = [len(r.generated) for r in rows]
+        index[: len(rows)] = [len(r.generated) + len(n) for r, n in zip(rows, new, strict=True)]
         if any(r.params.uses_penalties for r in rows):
-            counts: Any = token_counts([r.tokens for r in rows], size, self.model.vocab_size)
+            texts = [np.concatenate([r.tokens, n]) for r, n in zip(rows, new, strict=True)]
+            counts: Any = token_counts(texts, size, self.model.vocab_size)
         else:
             if size not in self._no_counts:
                 self._no_counts[size] = jnp.zeros((size, self.model.vocab_size), jnp.int32)

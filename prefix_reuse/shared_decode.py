@@ -39,6 +39,8 @@ class SharedPrefixPlanner:
         self._page_size, self._columns = config.page_size, max_columns
         self._splits = max_columns * config.page_size // SPLIT
         wanted = config.shared_prefix_decode
+        if config.deterministic:  # there is no decode program
+            wanted = False
         if wanted is None:
             wanted = device.platform == "gpu" and config.attention in (None, "triton", "mosaic_gpu")
         self.active = tuple(
