@@ -215,8 +215,9 @@ def verify(
     errors = Console(stderr=True, soft_wrap=True)
     for violation in report.violations:
         errors.print(f"violation: {violation}", markup=False, highlight=False, style="red")
-    if report.first_layer:
-        errors.print(f"the first difference is in: {report.first_layer}", markup=False, highlight=False, style="red")
+    if report.violations:
+        where = report.first_layer or "no layer alone: rounding that adds up, or decoding"
+        errors.print(f"the first difference is in {where}", markup=False, highlight=False, style="red")
     raise typer.Exit(report.exit_code)
 
 

@@ -3,6 +3,8 @@
     prefill_step    token-packed: rows of different length, hits and misses, in one program
     decode_steps    several decode steps inside one `lax.while_loop`, sampling included
 
+In deterministic mode `prefill_step`, in one shape, does the decoding too.
+
 Both take the model as `forward(params, tokens, positions, kv, attend) -> (hidden, kv)`: the model calls
 `attend(kv, layer, q, k, v)` once per layer; `attend` writes the new K/V through the page table and attends over the row's
 pages. Pools are donated and updated in place. A write is refused, and counted, unless its page is writable and named by one

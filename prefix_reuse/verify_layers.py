@@ -45,7 +45,7 @@ class Tapped:
             for stage, width in zip(STAGES, stages, strict=True):
                 start, end = end, end + width
                 self.sections.append(Section(f"layer {layer} ({stage})", slice(start, end)))
-        self.sections.append(Section("behind the last layer's attention", slice(0, self._width)))
+        self.sections.append(Section("what follows the last layer's attention", slice(0, self._width)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
