@@ -74,6 +74,7 @@ def test_the_plan_names_rows_with_the_same_pages_only(long_model):
             assert (tiles.lanes[rows, split] >= 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config", [{"shared_prefix_decode": False}, {}, {"shared_prefix_decode": True, "decode_page_sharing": False}]
 )
@@ -90,6 +91,7 @@ def test_short_contexts_and_windows_within_a_split_never_share(long_model):
     assert Engine(model("hybrid"), sizes).runner.shared.active == (True, False)  # the second group has a window
 
 
+@pytest.mark.slow
 def test_warmup_compiles_both_programs_of_a_bucket(long_model):
     e = engine(long_model, shared_prefix_decode=True, max_rows=2, max_prefill_tokens=64, num_device_pages=64)
     e.warmup()
