@@ -85,8 +85,8 @@ def test_five_prompts_match_the_goldens_cold_warm_and_in_any_batch(model: Any, p
 @pytest.mark.parametrize(
     ("page_size", "names"),
     [
-        (1, NAMES),
-        (2, ("chat_capital", "raw_code", "chat_library_sunday")),
+        pytest.param(1, NAMES, marks=pytest.mark.slow),
+        pytest.param(2, ("chat_capital", "raw_code", "chat_library_sunday"), marks=pytest.mark.slow),
         (8, ("chat_library_sunday",)),
     ],
 )
