@@ -18,16 +18,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pallas_kernels.pallas_gpu import shape_key
+
 OPS = {"decode": "paged_decode_attention", "shared": "shared_prefix_attention"}
 BY_KEY = {"shared_prefix_attention"}
 """Ops whose launch may differ by shape key: their split is the plan's, and no bits are promised across batches."""
 LABEL = re.compile(r"(triton|mosaic_gpu)(?: split (\d+) rows (\d+))? (\{.*\})")
 WORTH = 1.03
-
-
-def shape_key(shape: list[int]) -> str:
-    """Key of a shape [B, H, K, D, ...] in the table; sweeps run in bf16."""
-    return f"G{shape[1] // shape[2]} D{shape[3]} bfloat16"
 
 
 def choose(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, int]]]:
@@ -57,7 +54,8 @@ def _best(places: Mapping[str, Mapping[str, float]], by_key: bool) -> dict[str, 
     table = {"default": json.loads(default)}
     keys: dict[str, list[str]] = defaultdict(list)
     for place in swept:
-        keys[shape_key(json.loads(place)[0])].append(place)
+        _, num_heads, num_kv_heads, head_dim, *_ = json.loads(place)[0]
+        keys[shape_key(num_heads, num_kv_heads, head_dim, "bfloat16")].append(place)  # sweeps run in bf16
     for key, some in keys.items() if by_key else ():
         best = min(sorted(common), key=lambda launch: mean_ratio(launch, some))
         if mean_ratio(default, some) > WORTH * mean_ratio(best, some):

@@ -122,6 +122,11 @@ def require_pages(page_size: int) -> None:
         raise NotImplementedError(f"GPU kernels need pages of at least 16 slots, got {page_size}")
 
 
+def shape_key(num_heads: int, num_kv_heads: int, head_dim: int, dtype: Any) -> str:
+    """Key of a shape in the tuned tables, such as "G4 D128 bfloat16": query heads a KV head, head_dim, dtype."""
+    return f"G{num_heads // num_kv_heads} D{head_dim} {jnp.dtype(dtype).name}"
+
+
 @functools.cache
 def tuned_table(device_kind: str) -> dict[str, Any]:
     """Measured launch parameters of one card, `{}` for a card that was never measured."""

@@ -18,6 +18,7 @@ from pallas_kernels import (
     saved_tokens,
 )
 from pallas_kernels.layout import LayerGroup
+from pallas_kernels.shared_prefix_attention.plan import ROWS_PER_TILE
 from prefix_reuse.config import EngineConfig
 from prefix_reuse.device_pool import DevicePool
 from prefix_reuse.sequence import Sequence as Row
@@ -47,11 +48,15 @@ class SharedPrefixPlanner:
             wanted and config.m3 and self._splits > 0 and SPLIT % config.page_size == 0 and _sees_a_split(group)
             for group in groups
         )
-        with jax.default_device(device):
-            self._rows_per_tile = tuple(
-                rows_per_tile(group, config.page_size, implementation=config.attention) for group in groups
-            )
-        self._least = 1 if config.shared_prefix_decode else crossover_tokens()
+        self._rows_per_tile: tuple[int, ...] = (ROWS_PER_TILE,) * len(groups)
+        self._least = 1
+        if any(self.active):  # only now GPU modules are loaded
+            with jax.default_device(device):
+                self._rows_per_tile = tuple(
+                    rows_per_tile(group, config.page_size, implementation=config.attention) for group in groups
+                )
+                if not config.shared_prefix_decode:
+                    self._least = crossover_tokens()
         self._last: tuple[Any, Plans | None, int] | None = None
 
     def plan(self, accounts: Sequence[DevicePool], rows: Sequence[Row], size: int) -> tuple[Plans | None, int]:

@@ -23,7 +23,7 @@ from jax import lax
 
 from pallas_kernels import layout
 from pallas_kernels.paged_decode_attention.triton import count_splits, merge_splits
-from pallas_kernels.pallas_gpu import LOG2E, interpret_here, pool_rows, tuned
+from pallas_kernels.pallas_gpu import LOG2E, interpret_here, pool_rows, shape_key, tuned
 
 plgpu: Any = mosaic  # its classes and exports confuse the type checker
 HEAD_DIMS = (64, 128)
@@ -98,7 +98,7 @@ def paged_decode_attention(
         raise NotImplementedError(f"Mosaic GPU decode packs 4, 8, .. {ROWS} query heads a KV head, not {group}.")
     options = {
         **DEFAULTS,
-        **tuned("paged_decode_attention.mosaic_gpu", f"G{group} D{head_dim} {q.dtype.name}", {}),
+        **tuned("paged_decode_attention.mosaic_gpu", shape_key(num_heads, num_kv_heads, head_dim, q.dtype), {}),
         **(config or {}),
     }
     num_splits = count_splits(page_table, page_size, window, options["split"])

@@ -25,6 +25,7 @@ from pallas_kernels.pallas_gpu import (
     pool_rows,
     power_of_two,
     require_pages,
+    shape_key,
     softmax_mean,
     softmax_step,
     triton_call,
@@ -51,8 +52,7 @@ def paged_decode_attention(
     """See `api.paged_decode_attention`; `config` overrides the tuned launch parameters (see `DEFAULTS`)."""
     del return_lse
     require_pages(layout.page_size_of(kv_pages))
-    group = q.shape[1] // layout.num_kv_heads_of(kv_pages)
-    key = f"G{group} D{q.shape[2]} {q.dtype.name}"
+    key = shape_key(q.shape[1], layout.num_kv_heads_of(kv_pages), q.shape[2], q.dtype)
     chosen = {**tuned("paged_decode_attention.triton", key, DEFAULTS), **(config or {})}
     if config is None and q.shape[2] * q.dtype.itemsize > 256:  # deeper pipelines of wide rows overflow shared memory
         chosen["num_stages"] = min(chosen["num_stages"], 2)

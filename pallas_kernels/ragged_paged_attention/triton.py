@@ -23,6 +23,7 @@ from pallas_kernels.pallas_gpu import (
     pool_rows,
     power_of_two,
     require_pages,
+    shape_key,
     softmax_step,
     triton_call,
     tuned,
@@ -49,8 +50,7 @@ def ragged_paged_attention(
     """See `api.ragged_paged_attention`; `config` overrides the tuned launch parameters (see `DEFAULTS`)."""
     del return_lse
     require_pages(layout.page_size_of(kv_pages))
-    group = q.shape[1] // layout.num_kv_heads_of(kv_pages)
-    key = f"G{group} D{q.shape[2]} {q.dtype.name}"
+    key = shape_key(q.shape[1], layout.num_kv_heads_of(kv_pages), q.shape[2], q.dtype)
     chosen = {**tuned("ragged_paged_attention.triton", key, DEFAULTS), **(config or {})}
     if config is None and q.shape[2] * q.dtype.itemsize > 256:  # wide rows overflow shared memory and registers
         chosen |= {"block_q": 64, "block_k": 32, "num_warps": 4, "num_stages": 2}

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import layout
 from pallas_kernels.paged_decode_attention import triton as decode
-from pallas_kernels.pallas_gpu import interpret_here, pool_rows, tuned
+from pallas_kernels.pallas_gpu import interpret_here, pool_rows, shape_key, tuned
 from pallas_kernels.ragged_paged_attention import mosaic_gpu as prefill
 from pallas_kernels.ragged_paged_attention import mosaic_kernel as kernel
 from pallas_kernels.ragged_paged_attention import mosaic_schedule as schedule
@@ -69,7 +69,7 @@ def shared_prefix_attention(
         NotImplementedError: a window, or a dtype, head_dim, page size, split, tile or scale without a kernel.
     """
     del return_lse
-    key = f"G{q.shape[1] // layout.num_kv_heads_of(kv_pages)} D{q.shape[2]} {q.dtype.name}"
+    key = shape_key(q.shape[1], layout.num_kv_heads_of(kv_pages), q.shape[2], q.dtype)
     launch = {
         **tuned("paged_decode_attention.triton", key, decode.DEFAULTS),
         **tuned("shared_prefix_attention.mosaic_gpu", key, DEFAULTS),

@@ -22,6 +22,7 @@ from pallas_kernels.pallas_gpu import (
     pool_rows,
     power_of_two,
     require_pages,
+    shape_key,
     softmax_mean,
     softmax_step,
     triton_call,
@@ -61,7 +62,7 @@ def shared_prefix_attention(
             return_lse=return_lse,
         )  # fmt: skip
     require_pages(layout.page_size_of(kv_pages))
-    key = f"G{q.shape[1] // layout.num_kv_heads_of(kv_pages)} D{q.shape[2]} {q.dtype.name}"
+    key = shape_key(q.shape[1], layout.num_kv_heads_of(kv_pages), q.shape[2], q.dtype)
     chosen = tuned("shared_prefix_attention.triton", key, DEFAULTS) | (config or {})
     if config is None and q.shape[2] * q.dtype.itemsize > 256:  # deeper pipelines of wide rows overflow shared memory
         chosen |= {"num_stages": 2, "tile_block": 32, "own_block": 32}
