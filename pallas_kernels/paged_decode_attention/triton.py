@@ -75,7 +75,8 @@ def paged_decode_attention(
 def _decode(q, kv_pages, page_table, kv_lens, layer, sinks, *, scale, window, soft_cap, interpret, config):
     options = dict(config)
     keywords = {"scale": scale, "window": window, "soft_cap": soft_cap, "interpret": interpret, "options": options}
-    if count_splits(page_table, layout.page_size_of(kv_pages), window, options["split"]) == 1:
+    in_one = window is not None and window <= options["split"]  # wherever it lies
+    if in_one or count_splits(page_table, layout.page_size_of(kv_pages), window, options["split"]) == 1:
         final = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)
         inputs = layer, kv_lens, page_table, *(() if sinks is None else (sinks.astype(jnp.float32),))
         return _launch(_whole_kernel, q, kv_pages, *inputs, num_splits=1, out_shape=final, **keywords)
@@ -100,9 +101,7 @@ def split_states(q, kv_pages, layer, kv_lens, page_table, lanes=None, *, window,
 def count_splits(page_table: jax.Array, page_size: int, window: int | None, split: int) -> int:
     """Most splits that a row of this table can have keys in."""
     splits = max(1, pl.cdiv(page_table.shape[1] * page_size, split))
-    if window is None:
-        return splits
-    return 1 if window <= split else min(splits, pl.cdiv(window, split) + 1)
+    return splits if window is None else min(splits, pl.cdiv(window - 1, split) + 1)
 
 
 def state_shapes(q: jax.Array, num_kv_heads: int, num_splits: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
