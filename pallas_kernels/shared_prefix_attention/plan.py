@@ -216,4 +216,4 @@ def crossover_tokens() -> int:
     """`saved_tokens` from which sharing was measured to pay on this device (benchmarks/KERNELS.md)."""
     from pallas_kernels.pallas_gpu import tuned  # a GPU module
 
-    return tuned("shared_prefix_attention.crossover", "", {"saved_tokens": 32 * SPLIT})["saved_tokens"]
+    return tuned("shared_prefix_attention.crossover", "", {"saved_tokens": 64 * SPLIT})["saved_tokens"]
