@@ -51,9 +51,9 @@ PAGE, CONTEXT, SHARED = 64, 8192, 7168
 SHORT, LONG, REPEATS = 2, 18, 7
 
 
-def read_rate() -> float:
-    """Bytes a second at which a sum reads 4 GB."""
-    numbers = jnp.ones((2 << 30,), jnp.bfloat16)
+def read_rate(size: int = 2 << 30) -> float:
+    """Bytes a second at which a sum reads `size` bf16 numbers: 4 GB."""
+    numbers = jnp.ones((size,), jnp.bfloat16)
 
     @jax.jit
     def total(numbers, n):
