@@ -79,18 +79,23 @@ class Scheduler:
             if len(admissions) >= free_rows or not self._fits([*admissions, admission]):
                 return
             admissions.append(admission)
+        waves = self.suffix_prefill and self.config.share_in_wave and bool(self.waiting)
+        coming = self._pages_to_come(self.running) if waves else {}
         for sequence in self.waiting:
             if sequence.leader is not None:
                 continue  # comes in with its leader
             if len(admissions) + len(members(sequence)) > free_rows:
                 return
-            if self._waits_for_wave(sequence, [a.sequence for a in admissions]):
+            if self._waits_for_wave(sequence, coming):
                 self.counters.requests.wave_waits += 1
                 continue
             taken = self._take_host_pages(sequence, admissions)
             if taken is None:
                 return
             admissions += taken
+            if waves:
+                for key, rows in self._pages_to_come([a.sequence for a in taken]).items():
+                    coming.setdefault(key, []).extend(rows)
 
     def _give_back(self, admissions: list[Admission]) -> None:
         self.counters.decode.rollbacks += 1
@@ -268,21 +273,39 @@ class Scheduler:
         if sequence.uses_host:
             self.cache.set_context(sequence.id, tokens)
 
-    def _waits_for_wave(self, sequence: Row, admitted: list[Row]) -> bool:
-        """Whether a row that is being computed will publish the next page that `sequence` needs (X1)."""
-        if not (self.suffix_prefill and self.config.share_in_wave and sequence.reuse):
-            return False
+    def _pages_to_come(self, rows: Sequence[Row]) -> dict[bytes, list[Row]]:
+        """Those of `rows` that will publish pages which are not there yet, by namespace and first page."""
         size = self.config.page_size
-        others = [r for r in (*self.running, *admitted) if r.reuse and r.namespace == sequence.namespace]
-        others = [r for r in others if r.state is not SequenceState.ON_HOLD]  # nobody knows when it goes on
-        others = [r for r in others if r.offloaded_pages < self.publishable_tokens(r) // size or r.pending_copies]
+        coming: dict[bytes, list[Row]] = {}
+        for row in rows:
+            if not row.reuse or row.state is SequenceState.ON_HOLD:  # nobody knows when a held row goes on
+                continue
+            full = self.publishable_tokens(row) // size
+            if full and (row.offloaded_pages < full or row.pending_copies):
+                coming.setdefault(self._first_page(row), []).append(row)
+        return coming
+
+    def _first_page(self, sequence: Row) -> bytes:
+        size = self.config.page_size
+        tokens = sequence.prompt if len(sequence.prompt) >= size else sequence.tokens
+        return sequence.namespace + tokens[:size].tobytes()
+
+    def _waits_for_wave(self, sequence: Row, coming: dict[bytes, list[Row]]) -> bool:
+        """Whether one of the rows `coming` will publish the next page that `sequence` needs (X1)."""
+        others = coming.get(self._first_page(sequence), []) if sequence.reuse else []
         if not others:
             return False
-        tokens = sequence.tokens
-        common = max(common_prefix(tokens, r.tokens[: self.publishable_tokens(r) // size * size]) for r in others)
-        if common < size:
+        end = (len(self.cached_pages(sequence)) + 1) * self.config.page_size
+        tokens = sequence.tokens[:end]
+        if len(tokens) < end:
             return False
-        return common // size > len(self.cached_pages(sequence))
+        last = tokens[-self.config.page_size :]  # looked at first: rows of one beginning mostly differ here
+        return any(
+            self.publishable_tokens(row) >= end
+            and np.array_equal(row.tokens[end - len(last) : end], last)
+            and np.array_equal(row.tokens[:end], tokens)
+            for row in others
+        )
 
     def publishable_tokens(self, sequence: Row) -> int:
         """Tokens whose full pages may become index entries once computed: the prompt, or everything by option."""
@@ -315,10 +338,3 @@ class Scheduler:
         for account in self.runner.accounts:
             account.release(sequence.row)
         sequence.row = None
-
-
-def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """Leading tokens that a and b share."""
-    n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if len(different) else n
