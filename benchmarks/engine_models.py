@@ -72,7 +72,7 @@ class Lengths:
             host=tuple((cached // by, new // by) for cached, new in self.host),
             context=self.context // by,
             shared=self.shared // by,
-            rows=tuple(max(1, rows // by) for rows in self.rows),
+            rows=tuple(dict.fromkeys(max(1, rows // by) for rows in self.rows)),
             chunk=self.chunk // by,
             deterministic_chunk=self.deterministic_chunk // by,
             requests=self.requests // by,
@@ -192,6 +192,12 @@ class Bench:
         warm = self._repeat(lambda: first_token(engine, self._after(base, at.new), cached=at.cached))
         ideal = self.costs.prefill_ms(self.rates, at.cached, at.new)
         yield {"case": "warm", **case, **summary(warm), **beside(ideal, warm)}
+        streams = sorted(
+            self._repeat(lambda: first_event(engine, self._after(base, at.new))), key=lambda run: run["ms"]
+        )
+        times = [run["ms"] for run in streams]
+        yield {"case": "warm, stream", "ms": statistics.median(times), "ms_min": times[0], "ms_max": times[-1]}
+        yield self._memory("memory", engine)
         if self.profile:
             self._profile_warm(engine, base)
 
@@ -278,11 +284,7 @@ class Bench:
         before = engine.stats()
         if before.decode.tokens % rows or len(engine.scheduler.running) != rows:
             raise RuntimeError("the rows did not start together")
-        turns = []
-        for _ in range(max(8, self.repeats)):
-            start = time.perf_counter()
-            engine.step()
-            turns.append((time.perf_counter() - start) / self.decode_steps * 1e3)
+        turns = [self._turn_ms(engine) for _ in range(max(8, self.repeats))]
         after = engine.stats()
         if after.decode.tokens - before.decode.tokens != rows * len(turns) * self.decode_steps:
             raise RuntimeError("a row stopped while it was timed")
@@ -339,22 +341,24 @@ class Bench:
         warm = self._repeat(lambda: first_token(engine, self._after(base, at.new), cached=at.cached))
         figures = {"prefill": cold, "warm TTFT": warm}
         out = {name: statistics.median(run["ms"] for run in runs) for name, runs in figures.items()}
-        for rows in (1, 8):
-            requests = [
-                engine.submit(self._after(base, at.new), SamplingParams(max_tokens=1 << 20)) for _ in range(rows)
-            ]
-            while engine.stats().decode.tokens == 0 or engine.stats().requests.submitted == 0:
-                engine.step()
-            turns = []
-            for _ in range(3):
-                start = time.perf_counter()
-                engine.step()
-                turns.append((time.perf_counter() - start) / self.decode_steps * 1e3)
+        params = SamplingParams(max_tokens=6 * self.decode_steps, ignore_eos=True)
+        for rows, context in ((1, at.context), (8, at.context // 8)):
+            prompts = [self.fresh(context) for _ in range(rows)]
+            engine.generate(prompts, ONE)
+            requests = [engine.submit(prompt, params) for prompt in prompts]
+            engine.step()  # all of them hit and start together
+            turns = [self._turn_ms(engine) for _ in range(4)]
             for request in requests:
                 engine.cancel(request)
             drain(engine)
-            out[f"decode, {rows} rows"] = statistics.median(turns)
+            out[f"decode step, {rows} rows of {context}"] = statistics.median(turns)
         return out
+
+    def _turn_ms(self, engine: Engine) -> float:
+        """Milliseconds a decode step, of one turn that only decodes."""
+        start = time.perf_counter()
+        engine.step()
+        return (time.perf_counter() - start) / self.decode_steps * 1e3
 
     def workload(self) -> Iterator[dict[str, Any]]:
         """All requests at once: groups with a common beginning each, greedy, run to the end."""
@@ -368,7 +372,8 @@ class Bench:
             num_host_pages=groups + (at.requests + self.workload_rows) * own_pages // 2,
             max_rows=self.workload_rows,
             max_context=pages_for(tokens, at.page) * at.page,
-            min_prefill_tokens=at.chunk // 8,
+            min_prefill_tokens=at.chunk // 4,
+            min_decode_rows=max(1, self.workload_rows // 4),
         )
         engine = self._engine(config)
         params = SamplingParams(max_tokens=at.answer, ignore_eos=True)
@@ -428,9 +433,6 @@ class Bench:
             return None
         return int(stats["bytes_limit"] - stats["bytes_in_use"] - HEADROOM)
 
-    def memory(self) -> Iterator[dict[str, Any]]:
-        yield self._memory("memory", self.latency)
-
     def _memory(self, case: str, engine: Engine) -> dict[str, Any]:
         stats = self.device.memory_stats() or {}
         host = engine.store.stats()
@@ -487,6 +489,16 @@ def first_token(engine: Engine, tokens: np.ndarray, *, cached: int | None = None
     if cached is not None and output.cached_tokens != cached:
         raise RuntimeError(f"{output.cached_tokens} of {len(tokens)} tokens were cached, expected {cached}")
     return {"ms": ms, "ttft_ms": output.ttft_ms}
+
+
+def first_event(engine: Engine, tokens: np.ndarray) -> dict[str, Any]:
+    """Milliseconds until a stream, which asks for more than one token, has given the first."""
+    start = time.perf_counter()
+    with engine.stream(tokens, SamplingParams(max_tokens=64, ignore_eos=True)) as stream:
+        next(stream)
+        ms = (time.perf_counter() - start) * 1e3
+    drain(engine)
+    return {"ms": ms}
 
 
 def drain(engine: Engine) -> None:

@@ -32,6 +32,8 @@ class EngineConfig:
     """Tokens computed by one prefill call; longer suffixes are prefilled in chunks. A power of two."""
     min_prefill_tokens: int = 16
     """Tokens of the smallest prefill program, a power of two: shorter suffixes are padded to it. Larger compiles less."""
+    min_decode_rows: int = 1
+    """Rows of the smallest decode program, a power of two: fewer rows are padded to it. Larger compiles less."""
     decode_steps: int = 8
     """Decode steps inside one jitted call, between two scheduling boundaries."""
     max_stop_ids: int = 8
@@ -82,8 +84,9 @@ class EngineConfig:
                 f"max_prefill_tokens must be a power of two and at least page_size={self.page_size}, "
                 f"got {self.max_prefill_tokens}"
             )
-        if not is_power_of_two(self.min_prefill_tokens):
-            raise ConfigError(f"min_prefill_tokens must be a power of two, got {self.min_prefill_tokens}")
+        for name in ("min_prefill_tokens", "min_decode_rows"):
+            if not is_power_of_two(getattr(self, name)):
+                raise ConfigError(f"{name} must be a power of two, got {getattr(self, name)}")
         for name in ("num_device_pages", "num_host_pages", "max_rows", "decode_steps", "max_stop_ids"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")

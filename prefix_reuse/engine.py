@@ -273,7 +273,8 @@ class Engine:
         finished, self._finished = self._finished, []
         return finished
 
-    def _turn(self) -> None:
+    def _turn(self, stream: Row | None = None) -> None:
+        """One turn. `stream` is a row whose reader waits for its next token, see `_decode`."""
         self.offloader.land(wait=not self.copies_in_background or self._copies_are_missed())
         if self.config.poison:
             self.runner.poison_lost_pages()
@@ -287,7 +288,7 @@ class Engine:
         except Exception:
             self._decode()  # what one row's prefill does must not stop the others
             raise
-        self._decode()
+        self._decode(stream)
 
     def _copies_are_missed(self) -> bool:
         """Whether somebody could be let in, or hit, once copies have landed; or there is nothing else to do."""
@@ -383,14 +384,18 @@ class Engine:
         finally:
             self.runner.reset()
 
-    def _decode(self) -> None:
+    def _decode(self, stream: Row | None = None) -> None:
+        """Decodes to the next boundary; not when the first token of `stream` is there now and nobody else decodes."""
         rows = [r for r in self.scheduler.running if r.state in (SequenceState.PREFILLED, SequenceState.IN_DECODE)]
         if not rows:
             return
+        hand_over = rows == [stream] and rows[0].state is SequenceState.PREFILLED
         for row in rows:
             if row.state is SequenceState.PREFILLED:
                 self.offloader.share_device_pages(row)
                 row.move_to(SequenceState.IN_DECODE)
+        if hand_over:
+            return
         try:
             self._sync_tables()
             tokens, saved = self.runner.decode(rows, self.config.decode_steps)
@@ -536,6 +541,7 @@ class Engine:
     ) -> TokenStream:
         """An iterator over the tokens of one prompt (n = 1) as they come, in groups of up to `decode_steps`.
 
+        The first token comes alone, before anything is decoded, unless other requests are decoding at the time.
         Closing it early (or leaving its `with` block) cancels the request.
         """
         params = params or SamplingParams()
@@ -545,7 +551,7 @@ class Engine:
         row = self._requests[request_id].samples[0]
 
         def advance() -> None:
-            self._step_for({request_id})
+            self._step_for({request_id}, row)
 
         def close() -> None:
             if row.is_live:
@@ -591,10 +597,10 @@ class Engine:
         self.offloader.land()
         self._finished = [o for o in self._finished if o.request_id not in ids]
 
-    def _step_for(self, ids: set[int]) -> dict[int, RequestOutput]:
+    def _step_for(self, ids: set[int], stream: Row | None = None) -> dict[int, RequestOutput]:
         """One turn; outputs of other requests are kept for their own caller's next `step()`."""
         before = self._progress()
-        self._turn()
+        self._turn(stream)
         done = {o.request_id: o for o in self._finished if o.request_id in ids}
         self._finished = [o for o in self._finished if o.request_id not in ids]
         if not done and self._progress() == before:

@@ -77,7 +77,7 @@ class DeviceRunner:
         """Row counts of decode programs; none in deterministic mode, which decodes with the prefill program."""
         if self.config.deterministic:
             return []
-        return _powers(1, self.config.max_rows)
+        return _powers(min(self.config.min_decode_rows, self.config.max_rows), self.config.max_rows)
 
     # ---- tables
 
@@ -119,7 +119,7 @@ class DeviceRunner:
         config = self.config
         if config.deterministic:
             return self._decode_packed(rows, num_steps), 0
-        size = bucket(len(rows), 1, config.max_rows)
+        size = bucket(len(rows), min(config.min_decode_rows, config.max_rows), config.max_rows)
         pad = size - len(rows)
 
         def column(values: list[int], fill: int) -> np.ndarray:

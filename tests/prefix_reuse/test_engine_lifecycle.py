@@ -680,6 +680,47 @@ def test_a_stream_gives_the_same_tokens_and_text_in_pieces_and_closing_it_cancel
     drained(e)
 
 
+def test_a_stream_has_its_first_token_before_anything_is_decoded_and_others_do_not_wait_for_that():
+    e = engine()
+    tokens, params = prompt(7, seed=2), SamplingParams(max_tokens=14, ignore_eos=True)
+    whole = e.generate(tokens, params)[0].token_ids
+    steps = e.stats().decode.steps
+    stream = e.stream(tokens, params)
+    assert next(stream).token_ids == whole[:1]
+    assert e.stats().decode.steps == steps
+    (row,) = e.scheduler.running
+    e.hold(row.request_id)  # it is a decoding row like any other
+    assert row.state is SequenceState.ON_HOLD
+    e.resume(row.request_id)
+    assert next(stream).token_ids == whole[1:5]
+    stream.close()
+    e.submit(prompt(9, seed=3), params)
+    e.step()
+    steps = e.stats().decode.steps
+    with e.stream(tokens, params) as stream:
+        assert next(stream).token_ids == whole[:5]
+    assert e.stats().decode.steps == steps + 4
+    while e.has_work:
+        e.step()
+    drained(e)
+
+
+def test_few_rows_are_padded_to_the_smallest_decode_program():
+    wanted = engine().generate([prompt(7, seed=2), prompt(9, seed=3)], GREEDY)
+    e = engine(min_decode_rows=4)
+    assert e.runner.decode_buckets == [4]
+    before = e.stats().compilations.get("decode_steps", 0)
+    alone = e.generate(prompt(7, seed=2), GREEDY)[0]
+    both = e.generate([prompt(7, seed=2), prompt(9, seed=3)], GREEDY)
+    assert e.stats().compilations["decode_steps"] <= before + 1
+    assert [o.token_ids for o in both] == [o.token_ids for o in wanted]
+    assert alone.token_ids == wanted[0].token_ids
+    assert engine(min_decode_rows=8).runner.decode_buckets == [4]  # no larger than max_rows
+    with pytest.raises(ConfigError, match="min_decode_rows must be a power of two"):
+        EngineConfig(min_decode_rows=3)
+    drained(e)
+
+
 def test_scoring_without_reuse_reads_and_changes_nothing_of_the_cache():
     e = engine()
     tokens = prompt(12, seed=1)

@@ -349,6 +349,21 @@ def test_one_wave_computes_its_common_prefix_once():
     drained(e)
 
 
+def test_a_row_waits_for_the_deepest_page_that_another_computes_and_for_no_other():
+    """X1: three pages cached; one row computes a fourth; who shares that one waits, who goes another way does not."""
+    base, more = prompt(12, seed=1), prompt(16, seed=2, start=prompt(12, seed=1))
+    other = prompt(16, seed=3, start=base)
+    e = engine()
+    e.generate(base, GREEDY)
+    requests = [e.submit(prompt(18, seed=30 + i, start=start), GREEDY) for i, start in enumerate([more, more, other])]
+    outputs: dict[int, Any] = {}
+    while e.has_work:
+        outputs.update((o.request_id, o) for o in e.step())
+    assert [outputs[r].cached_tokens for r in requests] == [12, 16, 12]
+    assert e.stats().requests.wave_waits == 1
+    drained(e)
+
+
 def test_without_in_wave_sharing_every_row_computes_for_itself_and_duplicates_stay_private():
     """H14, H15: two cold requests build the same pages; nothing leaks."""
     base = prompt(16, seed=1)
