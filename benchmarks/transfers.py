@@ -73,11 +73,11 @@ def page_rates(groups: tuple[LayerGroup, ...], device: Any, num_pages: int) -> d
     nbytes = num_pages * sum(page_bytes(g, PAGE) for g in groups)
     pending = transfer.offload(pools, ids, np.arange(num_pages))
     pending.wait()
-    payloads = pending.payloads
+    parts = list(zip(*pending.payloads, strict=True))
 
     def load() -> None:
         nonlocal pools
-        pools = list(jax.block_until_ready(transfer.load(pools, payloads, ids)))
+        pools = list(jax.block_until_ready(transfer.load(pools, parts, ids)))
 
     return {
         "to_device": rate(load, nbytes),

@@ -52,4 +52,4 @@ def bind_store(
 
 def nan_payload(payload: Any) -> Any:
     """What poison mode leaves in the slot of a freed host page: the same shape, all NaN."""
-    return tuple(np.full(page.shape, np.nan, page.dtype) for page in payload)
+    return tuple(None if page is None else np.full(page.shape, np.nan, page.dtype) for page in payload)

@@ -149,7 +149,7 @@ class PrefixCache:
         tokens, namespace = self._intake.tokenize(prompt), self._intake.namespace(salt, adapter)
         if self.index is None:
             return PrefixMatch(np.zeros(0, np.int32), 0, MissReason.REUSE_OFF)
-        return self.index.peek(tokens, namespace)
+        return self.store.peek(tokens, namespace)
 
     def explain(self, prompt: Prompt, *, salt: str = "", adapter: str = "") -> Explanation:
         """How far a prompt hits and why no further (X5). No side effect."""
@@ -158,7 +158,7 @@ class PrefixCache:
             full = len(tokens) // self.store.page_size
             detail = f"reuse is off ({self.store.disabled_reason})"
             return Explanation(0, 0, full, MissReason.REUSE_OFF, None, detail)
-        return self.index.explain(tokens, self._intake.namespace(salt, adapter))
+        return self.store.explain(tokens, self._intake.namespace(salt, adapter))
 
     def __len__(self) -> int:
         """Pages indexed now."""

@@ -19,7 +19,10 @@ class EngineConfig:
     page_size: int = 64
     """Token slots per page; a power of two. Only whole pages are shared."""
     num_device_pages: int = 256
-    """Pages in the device pool of each layer group."""
+    """Pages in the device pool of each layer group without a sliding window."""
+    num_window_pages: int | None = None
+    """Pages in the device pool of each layer group with a sliding window, whose rows keep the last pages only. None = as many
+    as `max_rows` rows can use at once, and never more than `num_device_pages`."""
     num_host_pages: int = 1024
     """Pages in the host store."""
     max_host_bytes: int | None = None
@@ -90,7 +93,7 @@ class EngineConfig:
         for name in ("num_device_pages", "num_host_pages", "max_rows", "decode_steps", "max_stop_ids"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_context", "max_index_entries", "max_host_bytes"):
+        for name in ("max_context", "max_index_entries", "max_host_bytes", "num_window_pages"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1 or None, got {value}")

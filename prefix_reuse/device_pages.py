@@ -148,7 +148,9 @@ def extend(state: DevicePages, row: Any, pages: Any) -> DevicePages:
     """Donates `state`. Appends private pages (int32 [N]) after the columns that `row` uses."""
     row = jnp.asarray(row)
     pages = jnp.asarray(pages, jnp.int32)
-    used = jnp.sum(state.page_table[row] >= 0)
+    mapped = jnp.where(state.page_table[row] >= 0, jnp.arange(1, state.num_columns + 1), 0)
+    # A window of one token may have passed all of them.
+    used = jnp.maximum(jnp.max(mapped), -(-state.context_lens[row] // state.page_size))
     columns = used + jnp.arange(pages.shape[0])
     table = state.page_table[row].at[columns].set(pages, mode="drop")
     return _set_row(state, row, table, state.shared_pages[row], state.context_lens[row])
@@ -158,6 +160,14 @@ def release(state: DevicePages, row: Any) -> DevicePages:
     """Donates `state`. Drops all references of `row`; releasing an empty row changes nothing."""
     nothing = jnp.full(state.num_columns, UNUSED, jnp.int32)
     return _set_row(state, jnp.asarray(row), nothing, jnp.int32(0), jnp.int32(0))
+
+
+def give_back(state: DevicePages, row: Any, num_columns: Any) -> DevicePages:
+    """Donates `state`. Drops the first `num_columns` pages of `row`, which its sliding window has passed."""
+    row = jnp.asarray(row)
+    column = jnp.arange(state.num_columns, dtype=jnp.int32)
+    pages = jnp.where(column < jnp.int32(num_columns), UNUSED, state.page_table[row])
+    return _set_row(state, row, pages, state.shared_pages[row], state.context_lens[row])
 
 
 def publish(state: DevicePages, row: Any, num_pages: Any) -> DevicePages:
@@ -222,9 +232,9 @@ def check_integrity(state: DevicePages) -> None:
             raise IntegrityError(f"row {row}: a shared page is writable")
         need = -(-int(state.context_lens[row]) // state.page_size)
         if (pages[:need] < 0).any() and need:
-            window_hole = pages[:need] < 0
+            window_hole = pages[:need] < 0  # leading columns that a sliding window has passed
             first_used = int(np.argmax(~window_hole)) if (~window_hole).any() else need
-            if window_hole[first_used:].any() or first_used == need:
+            if window_hole[first_used:].any():
                 raise IntegrityError(
                     f"row {row}: context of {int(state.context_lens[row])} tokens has unmapped columns"
                 )

@@ -213,7 +213,10 @@ class Engine:
         ]
         if reuse and self.scheduler.suffix_prefill and self.scheduler.share_device:
             num_pages = min(self.config.num_device_pages, self.store.num_pages)
-            form_groups(samples, self.config.page_size, self.config.max_rows, num_pages)
+            windows = [
+                (w, account.num_pages) for w, account in zip(self.runner.windows, self.runner.accounts, strict=True)
+            ]
+            form_groups(samples, self.config.page_size, self.config.max_rows, num_pages, windows)
         self._requests[request_id] = _Request(tokens, params, samples)
         self.scheduler.waiting += samples
         self.counters.requests.submitted += 1
@@ -276,6 +279,8 @@ class Engine:
     def _turn(self, stream: Row | None = None) -> None:
         """One turn. `stream` is a row whose reader waits for its next token, see `_decode`."""
         self.offloader.land(wait=not self.copies_in_background or self._copies_are_missed())
+        for row in self.scheduler.running:
+            self.offloader.give_back(row)
         if self.config.poison:
             self.runner.poison_lost_pages()
         try:
@@ -302,6 +307,8 @@ class Engine:
         if not chunks:
             return
         try:
+            for chunk, row in zip(chunks, rows, strict=True):
+                self.scheduler.slide(row, chunk.start, chunk.start + len(chunk.tokens))
             self._sync_tables()
             outputs = self.runner.prefill(chunks, rows)
             next_tokens, refused = jax.device_get((outputs.next_tokens, outputs.refused))
@@ -397,6 +404,10 @@ class Engine:
         if hand_over:
             return
         try:
+            for row in rows:
+                self.scheduler.slide_to_decode(row)
+            if self.config.poison:
+                self.runner.poison_lost_pages()
             self._sync_tables()
             tokens, saved = self.runner.decode(rows, self.config.decode_steps)
         except Exception:

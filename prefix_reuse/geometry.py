@@ -102,11 +102,16 @@ class StoreGeometry:
         return "", ""
 
     def check_payload(self, payload: Any) -> None:
-        """Raises `TransferError` unless `payload` is one whole page: every group, in its shape and dtype."""
+        """Raises `TransferError` unless `payload` is one page: every group, in its shape and dtype.
+
+        Only a group with a sliding window may be absent, which is None and nothing else.
+        """
         if not isinstance(payload, tuple) or len(payload) != len(self.parts):
             count = len(payload) if isinstance(payload, tuple) else type(payload).__name__
             raise TransferError(f"a host page needs {len(self.parts)} arrays, one per layer group, got {count}")
         for group, (part, array) in enumerate(zip(self.parts, payload, strict=True)):
+            if array is None and part.window is not None:
+                continue
             shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
             if shape != part.shape or dtype is None or jnp.dtype(dtype).name != part.dtype:
                 raise TransferError(

@@ -10,14 +10,15 @@ import numpy as np
 
 from prefix_reuse.errors import InvalidRequestError, LeaseError
 from prefix_reuse.hashing import as_tokens
-from prefix_reuse.host_state import Row, StoreState, Transaction
+from prefix_reuse.host_state import Row, Transaction
 from prefix_reuse.host_types import PrefixAllocation, PrefixEstimate, PrefixRequest, PreparedGroup
+from prefix_reuse.host_windows import HostWindows
 from prefix_reuse.index import Undo
 from prefix_reuse.index_tree import NO_PAGES
 from prefix_reuse.lease import LeaseState, MissReason, PrefixLease, PrefixMatch
 
 
-class HostAdmission(StoreState):
+class HostAdmission(HostWindows):
     """The part of `HostPageStore` that lets sequences in: plan, hold, evict, allocate, then create the rows."""
 
     def estimate(self, requests: Sequence[PrefixRequest]) -> list[PrefixEstimate]:
@@ -86,13 +87,11 @@ class HostAdmission(StoreState):
         """
         tokens = as_tokens(tokens)
         self.collect()
-        if self.index is None:
-            match = PrefixMatch(NO_PAGES, 0, MissReason.REUSE_OFF)
-        elif counted:
-            match = self.index.lookup(tokens, namespace)
+        match = self.peek(tokens, namespace)
+        if self.index is not None and counted:
+            self.index.touch(match, tokens, namespace)
             self._count_match(match)
-        else:
-            match = self.index.peek(tokens, namespace)
+        elif self.index is not None:
             self.index.commit(tokens, match.page_ids, namespace)  # nothing new in it: refreshes what is there
         self._retain(match.page_ids)
         return self._new_lease(match)
@@ -118,7 +117,7 @@ class HostAdmission(StoreState):
             return request.lease.match
         if self.index is None or not request.reuse:
             return PrefixMatch(NO_PAGES, 0, MissReason.REUSE_OFF)
-        return self.index.peek(request.tokens, request.namespace)
+        return self.peek(request.tokens, request.namespace)
 
     def _new_pages(self, request: PrefixRequest, match: PrefixMatch) -> int:
         shared = match.num_pages if request.follows is None else len(request.tokens) // self.page_size

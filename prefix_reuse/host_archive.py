@@ -5,6 +5,7 @@
                                                           insert         prefixes with their bytes -> index entries
 
 Ids, shapes, dtypes and layout are checked before the first write; whatever fails leaves the store exactly as it was.
+Only the bytes of a sliding layer group may be absent (None), and not those that a restored row's window reaches.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from prefix_reuse.host_copies import HostCopies
 from prefix_reuse.host_rows import HostRows
 from prefix_reuse.host_state import Row, Transaction
 from prefix_reuse.host_types import HostRow, PrefixRequest, SequenceId
+from prefix_reuse.host_windows import HostWindows
 from prefix_reuse.index import Undo
 from prefix_reuse.index_tree import NO_PAGES
+from prefix_reuse.windows import first_page
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class PageExport:
 
     Attributes:
         geometry: what each page looks like.
-        payloads: [N], each a tuple over layer groups of arrays `[L, *page_shape]`; never written again by the store.
+        payloads: [N], each a tuple over layer groups of arrays `[L, *page_shape]`, or None where the page lacks the bytes of
+            a sliding group; never written again by the store.
         slots: [N], token slots of each page that hold something.
     """
 
@@ -79,7 +83,7 @@ class StoredPrefix(NamedTuple):
     payloads: Sequence[Any]
 
 
-class HostArchive(HostRows, HostCopies):
+class HostArchive(HostRows, HostCopies, HostWindows):
     """The part of `HostPageStore` that exports and imports bytes. It needs a bound store (`bind`)."""
 
     def export(self, page_ids: Any) -> PageExport:
@@ -136,6 +140,7 @@ class HostArchive(HostRows, HostCopies):
             need = min(self.page_size, row.context - at * self.page_size)
             if slots < need:
                 raise TransferError(f"host page {page} holds {slots} of {need} tokens of sequence {sequence_id!r}")
+        self._check_window(pages, row.context)
         return RowCheckpoint(row.tokens.copy(), row.namespace, row.context, row.capacity, row.reuse, pages)
 
     def restore(self, checkpoint: RowCheckpoint, sequence_id: SequenceId) -> HostRow:
@@ -157,10 +162,11 @@ class HostArchive(HostRows, HostCopies):
                 f"a row of {context} tokens and room for {checkpoint.capacity_tokens} has {used} pages of context, "
                 f"the checkpoint {len(checkpoint.pages)}"
             )
+        self._check_window(checkpoint.pages, context)
         with Transaction(self) as undo:
             shared = NO_PAGES
             if self.index is not None and checkpoint.reuse:
-                shared = self.index.peek(tokens[:context], checkpoint.namespace).page_ids.copy()
+                shared = self.peek(tokens[:context], checkpoint.namespace).page_ids.copy()
             self._hold_for_now(shared, undo)
             hit = len(shared)
             need = -(-checkpoint.capacity_tokens // self.page_size) - hit
@@ -222,6 +228,8 @@ class HostArchive(HostRows, HostCopies):
         for prefix, known, new in zip(prefixes, matches, slots, strict=True):
             ids = np.concatenate([known, pages[new]])
             self._fill(pages[new], prefix.payloads[len(known) :], [self.page_size] * len(new))
+            for page, payload in zip(known.tolist() if self.num_partial else (), prefix.payloads, strict=False):
+                self._fill_from(page, _frozen(payload))
             result = self.index.commit(prefix.tokens, ids, prefix.namespace)
             self._unpin(result.evicted)
             self.counters.evictions += len(result.evicted)
@@ -245,6 +253,17 @@ class HostArchive(HostRows, HostCopies):
             if not 0 < slots <= self.page_size:
                 raise TransferError(f"an exported page has {slots} filled slots of {self.page_size}")
 
+    def _check_window(self, pages: PageExport, context: int) -> None:
+        """Raises `TransferError` when a row of `context` tokens could not go on: its window reaches absent bytes."""
+        for group, window in enumerate(self.windows):
+            first = first_page(context, window, self.page_size)
+            absent = [at for at, payload in enumerate(pages.payloads) if at >= first and payload[group] is None]
+            if absent:
+                raise TransferError(
+                    f"a row of {context} tokens reads page {absent[0]} of layer group {group} (window {window}), "
+                    "whose bytes are absent"
+                )
+
     def _hold_for_now(self, ids: np.ndarray, undo: Undo) -> None:
         """References before any eviction (B7)."""
         self._step("lease")
@@ -253,7 +272,8 @@ class HostArchive(HostRows, HostCopies):
 
     def _fill(self, ids: np.ndarray, payloads: Sequence[Any], slots: Sequence[int]) -> None:
         for page, payload, filled in zip(ids.tolist(), payloads, slots, strict=False):
-            self.payloads[page], self.accounts.filled[page] = _frozen(payload), filled
+            self._put(page, _frozen(payload))
+            self.accounts.filled[page] = filled
 
 
 def _frozen(payload: Any) -> Any:

@@ -37,6 +37,7 @@ def host_stats(store: HostPageStore) -> HostStats:
         index_only_pages=index_only,
         reserved_pages=int(((accounts.refs > 0) & ~in_rows).sum()),
         in_flight_pages=int((accounts.copies > 0).sum()),
+        partial_pages=store.num_partial,
         rows=len(store._rows),
         **asdict(store.counters),
         enabled=store.index is not None,
@@ -79,6 +80,26 @@ def check_store(store: HostPageStore) -> None:
             if (accounts.filled[run.page_ids] != store.page_size).any() or accounts.copies[run.page_ids].any():
                 raise IntegrityError(f"an index entry names an incomplete page among {run.page_ids.tolist()[:16]}")
     _compare("pins", accounts.pins, pinned)
+    _check_parts(store)
+
+
+def _check_parts(store: HostPageStore) -> None:
+    """Which groups' bytes a page lacks is what its payload says; groups without a window lack none."""
+    if not store.windows:
+        return
+    if store.num_partial != int(store.lacks.any(axis=0).sum()):
+        raise IntegrityError(
+            f"{store.num_partial} partial pages are counted, {store.lacks.any(axis=0).sum()} are there"
+        )
+    for group, window in enumerate(store.windows):
+        for page in np.flatnonzero(store.lacks[group]).tolist():
+            if window is None or not store.accounts.filled[page]:
+                raise IntegrityError(f"host page {page} must not lack bytes of layer group {group} (window {window})")
+    for page, payload in enumerate(store.payloads):
+        if not store.accounts.filled[page] or not isinstance(payload, tuple) or len(payload) != len(store.windows):
+            continue
+        if [part is None for part in payload] != store.lacks[:, page].tolist():
+            raise IntegrityError(f"host page {page} lacks other layer groups than {store.lacks[:, page].tolist()} says")
 
 
 def _compare(name: str, counts: np.ndarray, expected: np.ndarray) -> None:

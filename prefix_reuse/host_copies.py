@@ -38,6 +38,7 @@ class HostCopies(StoreState):
         self._checkpoint("begin_copy")
         self.accounts.copies[ids] += 1
         self.accounts.filled[ids] = 0
+        self._forget_parts(ids)
         self._forget_checksums(ids)
         self.counters.copies_started += len(ids)
 
@@ -58,7 +59,7 @@ class HostCopies(StoreState):
         self.accounts.filled[ids] = np.where(alive, self.page_size if slots is None else slots, 0)
         if payloads is not None:
             for page, payload in zip(ids.tolist(), payloads, strict=True):
-                self.payloads[page] = payload
+                self._put(page, payload)
         self._forget(freed)
 
     def fail_copy(self, page_ids: Any) -> None:
@@ -67,6 +68,7 @@ class HostCopies(StoreState):
         self._checkpoint("fail_copy")
         freed = self.accounts.end_copy(ids)
         self.payloads[ids] = None
+        self._forget_parts(ids)
         self.counters.copies_failed += len(ids)
         self._forget(freed)
 

@@ -8,20 +8,21 @@ import numpy as np
 
 from prefix_reuse.errors import InvalidRequestError
 from prefix_reuse.hashing import as_tokens
-from prefix_reuse.host_state import StoreState, Transaction
+from prefix_reuse.host_state import Transaction
 from prefix_reuse.host_types import SequenceId
+from prefix_reuse.host_windows import HostWindows
 from prefix_reuse.index_resume import Cursor
 from prefix_reuse.index_tree import NO_PAGES
 
 
-class HostEntries(StoreState):
+class HostEntries(HostWindows):
     """The part of `HostPageStore` that moves pages into the index and out of it."""
 
     def publish(self, sequence_id: SequenceId, committed_tokens: Any, namespace: bytes) -> np.ndarray:
         """Make the row's full pages index entries, as far as tokens are committed and their bytes have landed.
 
-        Idempotent. A page whose tokens are indexed under another page id stays private to the row. Pages that an earlier
-        call published are not compared again.
+        Idempotent. A page whose tokens are indexed under another page id stays private to the row; where that entry lacks
+        the bytes of a layer group, it gets this page's. Pages that an earlier call published are not compared again.
 
         Args:
             sequence_id: a live sequence.
@@ -63,6 +64,8 @@ class HostEntries(StoreState):
         self.accounts.pin(result.new_ids)
         self.counters.pin_increments += len(result.new_ids)
         old = own[: len(result.entry_ids)]
+        if self.num_partial:
+            self._fill_parts(result.entry_ids, old)
         return np.concatenate([old[old == result.entry_ids], result.new_ids])
 
     def num_published(self, sequence_id: SequenceId) -> int:
@@ -90,6 +93,7 @@ class HostEntries(StoreState):
         if self.index is None:
             return NO_PAGES
         self.accounts.filled[int(page_id)] = 0
+        self._forget_parts(np.array([page_id], np.intp))
         dropped = self.index.remove(int(page_id))
         self.counters.dropped_entries += len(dropped)
         self._unpin(dropped)

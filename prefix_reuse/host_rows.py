@@ -159,7 +159,8 @@ class HostRows(StoreState):
 
     def _write_copies(self, copies: list[tuple[int, Any, int]]) -> None:
         for page, payload, filled in copies:
-            self.payloads[page], self.accounts.filled[page] = payload, filled
+            self._put(page, payload)
+            self.accounts.filled[page] = filled
 
     def release(self, sequence_id: SequenceId) -> np.ndarray:
         """Drop exactly the references that a sequence owns. Idempotent; pinned and in-flight pages live on.

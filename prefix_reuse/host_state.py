@@ -72,6 +72,12 @@ class StoreState:
         self.disabled_reason = disabled_reason if index is None else ""
         self.geometry: StoreGeometry | None = None
         """What its pages look like, once bound."""
+        self.windows: tuple[int | None, ...] = ()
+        """Sliding window of each of the G layer groups in tokens, once bound."""
+        self.lacks = np.zeros((0, num_pages), bool)
+        """bool [G, P]: the page holds bytes, but none of this layer group."""
+        self.num_partial = 0
+        """Pages that lack the bytes of some group."""
         self.ids = itertools.count()
         """Sequence ids for whoever uses this store, so that two engines on one store never give the same id."""
         self.accounts = PageAccounts(num_pages)
@@ -98,6 +104,9 @@ class StoreState:
             GeometryError: another geometry or device, or a store without index; nothing has changed.
         """
         check_bindable(self, geometry)
+        if self.geometry is None:
+            self.windows = tuple(part.window for part in geometry.parts)
+            self.lacks = np.zeros((len(self.windows), self.num_pages), bool)
         if self.geometry is None or not self.geometry.device:
             self.geometry = geometry
             self.page_bytes = geometry.page_bytes
@@ -202,6 +211,7 @@ class StoreState:
             return
         at = freed.astype(np.intp)
         self.accounts.filled[at] = 0
+        self._forget_parts(at)
         if self._poison is None:
             self.payloads[at] = None
         else:
@@ -215,6 +225,19 @@ class StoreState:
                 self._listeners.remove(listener)  # its engine is gone
             else:
                 on_free(freed)
+
+    def _put(self, page: int, payload: Any) -> None:
+        """The bytes of a page, and which layer groups they lack."""
+        self.payloads[page] = payload
+        if isinstance(payload, tuple) and len(payload) == len(self.windows):
+            lacks = [part is None for part in payload]
+            self.num_partial += any(lacks) - bool(self.lacks[:, page].any())
+            self.lacks[:, page] = lacks
+
+    def _forget_parts(self, ids: np.ndarray) -> None:
+        if self.num_partial:
+            self.num_partial -= int(self.lacks[:, ids].any(axis=0).sum())
+            self.lacks[:, ids] = False
 
     def _forget_checksums(self, ids: np.ndarray) -> None:
         if self.checksums is not None:

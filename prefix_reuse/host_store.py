@@ -4,7 +4,8 @@
       ^                |                                                                   |
       `---- release ---'<------------------------ evict entry (pin -1) --------------------'
 
-A page returns to the free list exactly when references, pins and copies in flight are all zero.
+A page returns to the free list exactly when references, pins and copies in flight are all zero. Its payload has one part per
+layer group; those of sliding groups may be absent (`host_windows.py`).
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class HostPageStore(HostAdmission, HostArchive, HostRows, HostCopies, HostEntrie
             "leases": {id(lease): (lease.state, lease.owner) for lease in self._leases},
             "groups": {id(group): group.state for group in self._groups},
             "payloads": [id(payload) for payload in self.payloads],
+            "lacks": self.lacks.tolist(),
             "counters": counters,
             "index": None if self.index is None else replace(self.index.stats(), nodes=0, collision_checks=0),
             "recency": None if self.index is None else self.index.recency(),

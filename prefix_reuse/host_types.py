@@ -138,6 +138,8 @@ class HostCounters:
     copies_on_write: int = 0
     dropped_entries: int = 0
     imported_pages: int = 0
+    dropped_parts: int = 0
+    filled_parts: int = 0
     rollbacks: int = 0
 
 
@@ -147,8 +149,9 @@ class HostStats(Readable):
 
     Pages as of now: `logical` counts every page of every live row, `physical` the distinct ones, `saved` their
     difference; `shared` are physical pages that are index entries, `private` the others; `index_only` pages are held by
-    the index alone; `reserved` by leases or unfinished groups alone. The rest are counters since the start. N rows that
-    share P pages and own q each: logical = N(P+q), physical = P+Nq, saved = (N-1)P.
+    the index alone; `reserved` by leases or unfinished groups alone; `partial` pages lack the bytes of a sliding layer
+    group. The rest are counters since the start (`dropped_parts` and `filled_parts`: how often such bytes went and came
+    back). N rows that share P pages and own q each: logical = N(P+q), physical = P+Nq, saved = (N-1)P.
     """
 
     num_pages: int
@@ -161,6 +164,7 @@ class HostStats(Readable):
     index_only_pages: int
     reserved_pages: int
     in_flight_pages: int
+    partial_pages: int
     rows: int
     ref_increments: int
     ref_decrements: int
@@ -175,6 +179,8 @@ class HostStats(Readable):
     copies_on_write: int
     dropped_entries: int
     imported_pages: int
+    dropped_parts: int
+    filled_parts: int
     enabled: bool
     active: bool
     disabled_reason: str

@@ -61,7 +61,7 @@ class IndexLookup(IndexState):
     def touch(self, match: PrefixMatch, tokens: Any, namespace: bytes) -> None:
         """Count a `peek` as a lookup and refresh what it matched (of which the caller holds a reference since)."""
         if match.num_pages and match.version != self._version:  # the borders of the runs may have moved
-            match = self.peek(tokens, namespace)
+            match = shorten(self.peek(tokens, namespace), match.num_pages, match.miss_reason)
         self._use(match, len(tokens))
 
     def _use(self, match: PrefixMatch, length: int) -> PrefixMatch:
@@ -126,3 +126,15 @@ class IndexLookup(IndexState):
 
     def _close(self, lease: PrefixLease) -> None:
         self.open_leases -= 1
+
+
+def shorten(match: PrefixMatch, pages: int, reason: str) -> PrefixMatch:
+    """The first `pages` pages of `match`, at most; it ends there for `reason`."""
+    if pages >= match.num_pages:
+        return match
+    if pages == 0:
+        return PrefixMatch(NO_PAGES, 0, reason)
+    run = match.run
+    while run.start >= pages:
+        run = run.parent
+    return new_match((match.page_ids[:pages], pages, reason, run, pages - run.start, match.compared, match.version))

@@ -34,6 +34,8 @@ class MissReason(StrEnum):
     """Other pages are stored behind the match; the tokens differ."""
     EVICTED = "evicted"
     """The next page was stored and has been evicted."""
+    WINDOW = "window-hole"
+    """More pages are cached, but a sliding layer group lacks bytes that a longer hit would need."""
     NAMESPACE = "other-namespace"
     """The pages exist under another namespace (salt, adapter, weights ...). Only `explain` looks there."""
     REUSE_OFF = "reuse-off"

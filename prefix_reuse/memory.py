@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from pallas_kernels.layout import LayerGroup
 from prefix_reuse.config import EngineConfig
 from prefix_reuse.errors import ConfigError
 from prefix_reuse.geometry import StoreGeometry
 from prefix_reuse.index_types import Readable
+from prefix_reuse.windows import GroupWindow
 
 LOG = logging.getLogger("prefix_reuse")
 
@@ -22,7 +25,7 @@ class MemoryPlan(Readable):
 
     Attributes:
         weight_bytes: the model's parameters on the device.
-        device_pages: pages of the device pool (of each layer group).
+        device_pages: pages of the device pool of each layer group; a sliding group needs fewer.
         device_bytes: the device pools.
         page_bytes: one page over all layer groups, on the host as on the device.
         host_pages: pages that the host store may hold, after both caps.
@@ -30,26 +33,52 @@ class MemoryPlan(Readable):
     """
 
     weight_bytes: int
-    device_pages: int
+    device_pages: tuple[int, ...]
     device_bytes: int
     page_bytes: int
     host_pages: int
     host_bytes: int
 
 
+def group_windows(groups: Sequence[LayerGroup], config: EngineConfig) -> tuple[GroupWindow, ...]:
+    """How the rows of an engine hold pages of each layer group."""
+    return tuple(
+        GroupWindow(group.window, config.page_size, config.max_prefill_tokens, config.decode_steps) for group in groups
+    )
+
+
+def device_pages_of(windows: Sequence[GroupWindow], config: EngineConfig) -> tuple[int, ...]:
+    """Pages of the device pool of each layer group. Raises `ConfigError` where a single row might not fit."""
+    pages = []
+    for window in windows:
+        enough = window.pool_pages(config.num_device_pages, config.max_rows)
+        fewest = window.fewest_pages(config.num_device_pages)
+        if window.window is not None and config.num_window_pages is not None:
+            enough = config.num_window_pages
+        if enough < fewest:
+            raise ConfigError(
+                f"num_window_pages={enough} do not hold one row with a window of {window.window} tokens, which takes {fewest} "
+                "pages; lower max_prefill_tokens or decode_steps, or give more pages"
+            )
+        pages.append(enough)
+    return tuple(pages)
+
+
 def plan_memory(model: Any, config: EngineConfig) -> MemoryPlan:
     """Looks at shapes only. Raises `ConfigError` when `max_host_bytes` has no room for one page."""
-    page_bytes = StoreGeometry.of(model.kv_groups, config.page_size).page_bytes
+    geometry = StoreGeometry.of(model.kv_groups, config.page_size)
+    page_bytes = geometry.page_bytes
     host_pages = config.num_host_pages
     if config.max_host_bytes is not None:
         host_pages = min(host_pages, config.max_host_bytes // page_bytes)
         if host_pages < 1:
             raise ConfigError(f"max_host_bytes={config.max_host_bytes} has no room for a page of {page_bytes} bytes")
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.params))
+    device_pages = device_pages_of(group_windows(model.kv_groups, config), config)
     plan = MemoryPlan(
         weight_bytes=weights,
-        device_pages=config.num_device_pages,
-        device_bytes=config.num_device_pages * page_bytes,
+        device_pages=device_pages,
+        device_bytes=sum(n * part.num_bytes for n, part in zip(device_pages, geometry.parts, strict=True)),
         page_bytes=page_bytes,
         host_pages=host_pages,
         host_bytes=host_pages * page_bytes,

@@ -122,12 +122,25 @@ class Offloader:
             self.start(row, row.offloaded_pages, full)
             row.offloaded_pages = full
 
+    def give_back(self, row: Row) -> None:
+        """Gives back the device pages that the row's windows have passed; their copy to the host is started first."""
+        if row.leader is None and row.row is not None:
+            self.flush_full_pages(row)
+            self.scheduler.slide(row, row.prefilled_tokens if row.replays else row.committed_kv_tokens)
+
     def start(self, row: Row, first: int, end: int) -> None:
-        """Starts copying the row's pages first..end-1; the gather is dispatched before the next step changes the pool."""
-        host_pages = np.asarray(self.cache.pages(row.id))[first:end]
-        device_pages = [account.pages(row.row_index)[first:end] for account in self.runner.accounts]
+        """Starts copying the row's pages first..end-1; see `start_columns`."""
+        self.start_columns(row, np.arange(first, end))
+
+    def start_columns(self, row: Row, columns: np.ndarray) -> None:
+        """Starts copying the row's pages `columns`; the gather is dispatched before the next step changes the pool.
+
+        A page that a sliding group has given back is absent from the copy.
+        """
+        host_pages = np.asarray(self.cache.pages(row.id))[columns]
+        device_pages = [account.page_table[row.row_index][columns] for account in self.runner.accounts]
         size = self.config.page_size
-        slots = np.minimum(row.committed_kv_tokens - size * np.arange(first, end), size)  # a held row's tail is partial
+        slots = np.minimum(row.committed_kv_tokens - size * columns, size)  # a held row's tail is partial
         try:
             self.cache.begin_copy(host_pages)
         except Exception as error:  # nothing has begun: the pages are not published, the row goes on
@@ -159,13 +172,13 @@ class Offloader:
         full = row.committed_kv_tokens // size
         pages = np.asarray(self.cache.pages(row.id))
         missing = np.flatnonzero(~np.asarray(self.cache.has_payload(pages[:full]), bool))
-        first = int(missing[0]) if len(missing) else full  # a copy that failed earlier is made again
-        if len(missing) and self.cache.accounts.refs[pages[first]] > 1:
+        if len(missing) and (self.cache.accounts.refs[pages[missing]] > 1).any():
             self.detach(row)  # a page that others read cannot be written again: compute everything anew
             self.scheduler.evict(row)
             return
-        if used > first:
-            self.start(row, first, used)
+        again = np.concatenate([missing, np.arange(full, used)])  # a copy that failed earlier is made again
+        if len(again):
+            self.start_columns(row, again)
             self.land()
         if not np.asarray(self.cache.has_payload(pages[:used]), bool).all():
             raise TransferError(f"request {row.request_id} stays on the device: {self.counters.faults.last_error}")

@@ -179,7 +179,11 @@ def pack_chunks(chunks: Sequence[Chunk], *, num_tokens: int, num_rows: int, tabl
 
 @dataclass(frozen=True)
 class PageDemand:
-    """What one row needs on the device: the host pages of its cached tokens, then fresh private pages."""
+    """What one row needs of one layer group on the device: host pages of its cached tokens, then fresh private pages.
+
+    The row may own more pages later than it is given now: `reserve` at once from one call to the next, and up to `extra`
+    more for the time of one prefill call.
+    """
 
     host_pages: np.ndarray
     """int [N]: host pages in token order that must be readable on the device."""
@@ -187,59 +191,79 @@ class PageDemand:
     """Leading host pages that are indexed and may be shared between rows; the others are loaded privately."""
     num_private: int
     """Fresh private pages behind them (suffix and runway)."""
+    first: int = 0
+    """Leading host pages that a sliding window has passed: they get no device page."""
+    reserve: int | None = None
+    """Pages that the row may own (not attach) at once; None = those that it is given now."""
+    extra: int = 0
+    keeps_from: int = 0
+    """First column that no query of this row will ever have passed: what it owns from there on it holds to its end."""
+
+    @property
+    def num_owned(self) -> int:
+        """Pages that the row counts for by itself."""
+        if self.reserve is not None:
+            return self.reserve
+        return self.num_private + len(self.host_pages) - max(self.num_sharable, self.first)
 
 
 @dataclass(frozen=True)
 class DevicePlan:
     """Where each row's device pages come from. `-1 - i` in `row_pages` stands for the i-th page to allocate (A23)."""
 
+    demands: tuple[PageDemand, ...]
     row_pages: tuple[np.ndarray, ...]
-    row_shared: tuple[int, ...]
-    """Leading columns of each row that are shared."""
+    """From column `first` of the row's demand on."""
     loads: tuple[tuple[int, int], ...]
     """(host page, allocation) pairs to copy, host to device: each needed host page once."""
     mirrors: tuple[tuple[int, int], ...]
     """The part of `loads` that becomes resident under its host page."""
     num_allocations: int
-    num_reclaimed_attachments: int
-    """Resident pages of the plan that no row uses now: attaching them also uses up available pages."""
+    num_attachments: int
+    """Pages that rows attach and for which no live row counts yet: new copies, and resident pages that nobody keeps."""
     skipped_duplicate: int
     """Loads saved because another row of the same batch needs the same host page."""
     skipped_resident: int
     """Loads saved because the page is already on the device."""
 
     @property
+    def row_shared(self) -> tuple[int, ...]:
+        """Leading columns of each row that are shared."""
+        # Without M3 the copies are the row's own, but they hold finished pages all the same: never written.
+        return tuple(demand.num_sharable for demand in self.demands)
+
+    @property
     def pages_needed(self) -> int:
-        """Available pages that carrying out the plan uses up."""
-        return self.num_allocations + self.num_reclaimed_attachments
+        """Available pages that carrying out the plan uses up, `extra` ones apart."""
+        return self.num_attachments + sum(demand.num_owned for demand in self.demands)
 
 
 def plan_device_pages(
     demands: Sequence[PageDemand],
     resident_page: Callable[[int], int | None],
-    is_used: Callable[[int], bool],
+    is_counted: Callable[[int], bool],
     share: bool,
 ) -> DevicePlan:
     """Deduplicates the host pages of a batch: one device page per unique missing page, nothing resident is loaded.
 
     Args:
-      demands: one per row of the batch.
+      demands: one per row of the batch, of one layer group.
       resident_page: device page that mirrors a host page, or None.
-      is_used: whether a row already names that device page.
+      is_counted: whether a live row counts for that device page already (`DevicePool.is_counted`).
       share: M3. False: every row gets its own copy of every page.
     """
-    row_pages, row_shared, loads, mirrors = [], [], [], []
+    row_pages, loads, mirrors = [], [], []
     planned: dict[int, int] = {}
     attached: set[int] = set()
-    allocations = duplicates = residents = 0
+    allocations = copies = duplicates = residents = 0
     for demand in demands:
         pages = []
-        for i, host_page in enumerate(demand.host_pages.tolist()):
+        for i, host_page in enumerate(demand.host_pages[demand.first :].tolist(), start=demand.first):
             if share and i < demand.num_sharable:
                 page = resident_page(host_page)
                 if page is not None:
                     residents += 1
-                    if not is_used(page):
+                    if not is_counted(page):
                         attached.add(page)
                     pages.append(page)
                     continue
@@ -249,6 +273,7 @@ def plan_device_pages(
                     continue
                 planned[host_page] = -1 - allocations
                 mirrors.append((host_page, allocations))
+            copies += i < demand.num_sharable
             loads.append((host_page, allocations))
             pages.append(-1 - allocations)
             allocations += 1
@@ -256,15 +281,13 @@ def plan_device_pages(
             pages.append(-1 - allocations)
             allocations += 1
         row_pages.append(np.array(pages, np.int64))
-        # Without M3 the copies are the row's own, but they hold finished pages all the same: never written.
-        row_shared.append(demand.num_sharable)
     return DevicePlan(
+        tuple(demands),
         tuple(row_pages),
-        tuple(row_shared),
         tuple(loads),
         tuple(mirrors),
         allocations,
-        len(attached),
+        copies + len(attached),
         duplicates,
         residents,
     )

@@ -16,13 +16,14 @@ from prefix_reuse import device_pages
 from prefix_reuse.config import EngineConfig
 from prefix_reuse.device_pool import DevicePool
 from prefix_reuse.errors import IntegrityError
+from prefix_reuse.memory import device_pages_of, group_windows
 from prefix_reuse.plan import Chunk, PrefillBatch, bucket, pack_chunks, pages_for
 from prefix_reuse.programs import Programs
 from prefix_reuse.sampling import SamplingState, sampling_state, token_counts
 from prefix_reuse.sequence import Sequence as Row
 from prefix_reuse.shared_decode import SharedPrefixPlanner
 from prefix_reuse.steps import DecodeInputs, PagedModel, PrefillInputs, PrefillOutputs
-from prefix_reuse.transfer import Payload, PendingCopy
+from prefix_reuse.transfer import PendingCopy
 
 
 class DeviceRunner:
@@ -35,9 +36,10 @@ class DeviceRunner:
         programs.check(model, config, device)
         self.programs = programs
         self.transfer = programs.transfer
+        self.windows = group_windows(model.kv_groups, config)
         self.accounts = tuple(
-            DevicePool(config.num_device_pages, config.page_size, config.max_rows, self.max_columns)
-            for _ in model.kv_groups
+            DevicePool(pages, config.page_size, config.max_rows, self.max_columns, chunk_pages=window.chunk_pages)
+            for window, pages in zip(self.windows, device_pages_of(self.windows, config), strict=True)
         )
         self.pools = self._create_pools()
         self.shared = SharedPrefixPlanner(model.kv_groups, config, self.max_columns, device)
@@ -51,13 +53,13 @@ class DeviceRunner:
             pools = tuple(
                 device_pages.create(
                     group,
-                    num_pages=config.num_device_pages,
+                    num_pages=account.num_pages,
                     page_size=config.page_size,
                     max_rows=config.max_rows,
                     max_columns=self.max_columns,
                     fill=float("nan") if config.poison else 0.0,
                 )
-                for group in self.model.kv_groups
+                for group, account in zip(self.model.kv_groups, self.accounts, strict=True)
             )
         # Committed from the start: a later host page would commit them, and every program would be compiled again.
         return jax.device_put(pools, self.device)
@@ -83,10 +85,11 @@ class DeviceRunner:
 
     def sync_tables(self, context_lens: np.ndarray) -> None:
         """Brings the device tables to what the accounts say, if they changed. context_lens int32 [R]."""
-        if not any(account.dirty for account in self.accounts):
-            return
         pools = []
         for pool, account in zip(self.pools, self.accounts, strict=True):
+            if not account.dirty:
+                pools.append(pool)
+                continue
             # Copies: the account changes its arrays in place while the transfer may still read them.
             tables = account.page_table.copy(), account.shared_pages.copy(), context_lens.copy()
             pools.append(self.programs.rebuild(pool, *tables))
@@ -204,12 +207,12 @@ class DeviceRunner:
     # ---- pages
 
     def offload(self, row_pages: Sequence[np.ndarray], host_pages: np.ndarray) -> PendingCopy:
-        """Starts copying device pages (per group int32 [N]) to `host_pages`."""
+        """Starts copying device pages (per group int32 [N]; -1 = the group has none) to `host_pages`."""
         return self.transfer.offload([p.kv_pages for p in self.pools], row_pages, host_pages)
 
-    def load(self, payloads: Sequence[Payload], pages: Sequence[np.ndarray]) -> None:
-        """Copies host pages into device pages (per group int32 [N])."""
-        kv = self.transfer.load([p.kv_pages for p in self.pools], payloads, pages)
+    def load(self, parts: Sequence[Sequence[jax.Array]], pages: Sequence[np.ndarray]) -> None:
+        """Copies parts of host pages (for each group [N]) into device pages (for each group int32 [N])."""
+        kv = self.transfer.load([p.kv_pages for p in self.pools], parts, pages)
         self.pools = tuple(pool.replace(kv_pages=k) for pool, k in zip(self.pools, kv, strict=True))
 
     def poison_lost_pages(self) -> None:
@@ -231,7 +234,7 @@ class DeviceRunner:
         """Fresh, empty pools and accounts."""
         self.pools = self._create_pools()
         for account in self.accounts:
-            account.__init__(account.num_pages, account.page_size, account.max_rows, account.max_columns)
+            account.reset()
 
     # ---- warm-up
 
@@ -261,15 +264,17 @@ class DeviceRunner:
             yield f"decode {size} rows"
             self._warmup_decode(size)
         if config.poison:
-            kv_pages = self.programs.poison(self.pools[0].kv_pages, np.int32(0))  # nothing lives there yet
-            self.pools = (self.pools[0].replace(kv_pages=kv_pages), *self.pools[1:])
+            # Nothing lives in page 0 yet.
+            self.pools = tuple(
+                pool.replace(kv_pages=self.programs.poison(pool.kv_pages, np.int32(0))) for pool in self.pools
+            )
         for size in self.transfer.warmup_sizes():
             yield f"page copies of {size}"
             # Page 0 onto itself: the pool's bytes stay as they are. A pool of fewer pages repeats it.
             pages = [np.zeros(size, np.int32) for _ in self.pools]
             pending = self.offload(pages, np.zeros(size, np.int64))
             pending.wait()
-            self.load(pending.payloads, pages)
+            self.load(list(zip(*pending.payloads, strict=True)), pages)
         jax.block_until_ready(self.pools)
 
     def _warmup_decode(self, size: int) -> None:

@@ -18,14 +18,22 @@ from prefix_reuse.runner import DeviceRunner
 from prefix_reuse.sequence import Sequence as Row
 from prefix_reuse.sequence import SequenceState
 from prefix_reuse.steps import PrefillOutputs
+from prefix_reuse.windows import GroupWindow
 
 
-def form_groups(samples: Sequence[Row], page_size: int, num_rows: int, num_pages: int) -> None:
+def form_groups(
+    samples: Sequence[Row],
+    page_size: int,
+    num_rows: int,
+    num_pages: int,
+    windows: Sequence[tuple[GroupWindow, int]] = (),
+) -> None:
     """Makes followers of all samples but the first; of so many at a time as fit an empty engine together.
 
     Args:
       samples: of one request, none of them admitted yet.
-      num_rows: rows of the page table. num_pages: pages of the smallest pool.
+      num_rows: rows of the page table. num_pages: pages of the smallest pool of a group without a window.
+      windows: layer groups with the pages of their pools.
     """
     if len(samples) < 2:
         return
@@ -33,6 +41,8 @@ def form_groups(samples: Sequence[Row], page_size: int, num_rows: int, num_pages
     whole, shared = pages_for(first.capacity_tokens, page_size), len(first.prompt) // page_size
     own = whole - shared
     most = num_rows if own == 0 else min(num_rows, 1 + (num_pages - whole) // own)
+    for window, pages in windows:
+        most = min(most, window.most_samples(len(first.prompt), first.capacity_tokens, pages, num_rows))
     for start in range(0, len(samples), max(most, 1)):
         leader, *followers = samples[start : start + max(most, 1)]
         leader.followers = followers
@@ -63,11 +73,12 @@ def start_followers(
     if not places:
         return {}
     tails: list[list[tuple[int, int]]] = []
-    for account in runner.accounts:
+    for window, account in zip(runner.windows, runner.accounts, strict=True):
         pairs = []
         for _, leader, follower in places:
             full, rest = divmod(len(leader.prompt), page_size)
-            pair = account.fork(leader.row_index, follower.row_index, full)
+            passed = min(window.first(len(leader.prompt)), full)
+            pair = account.fork(leader.row_index, follower.row_index, full, passed)
             if rest:
                 pairs.append(pair)
         tails.append(pairs)

@@ -1,13 +1,18 @@
 """Which sequences wait, run and finish, and who gets pages: admission and release.
 
 Admission is first come, first served. A row gets its whole need at once, host and device (prompt + budget), so that rows can
-never block each other half way; what does not fit waits with nothing held.
+never block each other half way; what does not fit waits with nothing held. Of a sliding layer group the whole need is what a
+row holds at once (`windows.py`): it takes and gives back pages while it runs, and never waits for one.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +26,7 @@ from prefix_reuse.samples import members
 from prefix_reuse.sequence import WAITING, SequenceState
 from prefix_reuse.sequence import Sequence as Row
 from prefix_reuse.stats import EngineCounters
-from prefix_reuse.transfer import Payload, check_payload
+from prefix_reuse.transfer import Payload, check_part
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,8 @@ class Admission:
     """A sequence whose host pages are taken, and what it needs on the device."""
 
     sequence: Row
-    demand: PageDemand
+    demands: tuple[PageDemand, ...]
+    """One per layer group."""
     group: PreparedGroup | None = None
     """Host pages of this row and its followers, to be committed once the device has room for all of them."""
 
@@ -62,7 +68,7 @@ class Scheduler:
                 if not admissions:
                     return
                 plans = self._plan(admissions)
-                payloads, bad_pages = self._read_loads(plans[0])
+                payloads, bad_pages = self._read_loads(plans)
                 if not bad_pages:
                     self._carry_out(admissions, plans, payloads)
                     return
@@ -75,7 +81,7 @@ class Scheduler:
         """Appends what fits now to `admissions`, resuming rows first; waiting rows have their host pages then."""
         free_rows = len(self.runner.accounts[0].free_rows)
         for sequence in self.resuming:
-            admission = Admission(sequence, self._resume_demand(sequence))
+            admission = Admission(sequence, self._resume_demands(sequence))
             if len(admissions) >= free_rows or not self._fits([*admissions, admission]):
                 return
             admissions.append(admission)
@@ -110,12 +116,15 @@ class Scheduler:
 
     def _take_host_pages(self, sequence: Row, before: list[Admission]) -> list[Admission] | None:
         """Allocates host pages of a row and its followers, with the hit attached; None when they do not suffice."""
-        total = pages_for(sequence.capacity_tokens, self.config.page_size)
+        windows, prompt = self.runner.windows, sequence.num_tokens
+        room = sequence.capacity_tokens
+        tail = tuple(window.follower_demand(prompt, room) for window in windows) if sequence.followers else ()
 
         def admissions(host_pages: np.ndarray) -> list[Admission]:
-            own = Admission(sequence, PageDemand(host_pages, len(host_pages), total - len(host_pages)))
-            tail = PageDemand(host_pages[:0], 0, total - len(sequence.prompt) // self.config.page_size)
-            return [own, *(Admission(follower, tail) for follower in sequence.followers)]
+            num, query = len(host_pages), min(len(host_pages) * self.config.page_size, prompt - 1)
+            options: dict[str, Any] = {"prompt_tokens": prompt, "has_followers": bool(sequence.followers)}
+            own = tuple(window.demand(host_pages, num, query, room, **options) for window in windows)
+            return [Admission(sequence, own), *(Admission(follower, tail) for follower in sequence.followers)]
 
         # Looked at without side effects first, so that a request that has to wait counts and evicts nothing.
         if not self._fits([*before, *admissions(self.cached_pages(sequence))]):
@@ -141,7 +150,7 @@ class Scheduler:
         """Host pages that a lookup would find for prefill now; no side effect."""
         if not (self.suffix_prefill and sequence.reuse and self.cache.index is not None):
             return np.zeros(0, np.int32)
-        return self.cache.index.peek(sequence.tokens, sequence.namespace).page_ids
+        return self.cache.peek(sequence.tokens, sequence.namespace).page_ids
 
     def _request(self, sequence: Row) -> PrefixRequest:
         return PrefixRequest(
@@ -154,10 +163,11 @@ class Scheduler:
             follows=None if sequence.leader is None else sequence.leader.id,
         )
 
-    def _resume_demand(self, sequence: Row) -> PageDemand:
-        pages = np.asarray(self.cache.pages(sequence.id))
-        held = pages[: pages_for(sequence.committed_kv_tokens, self.config.page_size)]
-        return PageDemand(held, self.num_indexed(held) if self.reuse else 0, len(pages) - len(held))
+    def _resume_demands(self, sequence: Row) -> tuple[PageDemand, ...]:
+        context = sequence.committed_kv_tokens
+        held = np.asarray(self.cache.pages(sequence.id))[: pages_for(context, self.config.page_size)]
+        shared = self.num_indexed(held) if self.reuse else 0
+        return tuple(w.demand(held, shared, context, sequence.capacity_tokens) for w in self.runner.windows)
 
     def num_indexed(self, host_pages: np.ndarray) -> int:
         """Leading pages of `host_pages` that are index entries."""
@@ -165,29 +175,30 @@ class Scheduler:
         return len(indexed) if indexed.all() else int(np.argmin(indexed))
 
     def _plan(self, admissions: Sequence[Admission]) -> list[DevicePlan]:
-        demands = [a.demand for a in admissions]
         return [
             plan_device_pages(
-                demands, account.resident_page, lambda page, a=account: bool(a.refs[page]), self.share_device
+                [a.demands[group] for a in admissions], account.resident_page, account.is_counted, self.share_device
             )
-            for account in self.runner.accounts
+            for group, account in enumerate(self.runner.accounts)
         ]
 
     def _fits(self, admissions: Sequence[Admission]) -> bool:
         plans = self._plan(admissions)
-        return all(p.pages_needed <= a.num_available for p, a in zip(plans, self.runner.accounts, strict=True))
+        return all(account.fits(plan) for plan, account in zip(plans, self.runner.accounts, strict=True))
 
-    def _read_loads(self, plan: DevicePlan) -> tuple[dict[int, Payload], list[int]]:
-        """The payloads that the plan loads, and the host pages that could not be read."""
+    def _read_loads(self, plans: Sequence[DevicePlan]) -> tuple[dict[int, Payload], list[int]]:
+        """The payloads that the plans load something of, and the host pages that could not be read."""
         payloads: dict[int, Payload] = {}
         bad: list[int] = []
-        kv_pages = [pool.kv_pages for pool in self.runner.pools]
-        for host_page, _ in plan.loads:
-            if host_page in payloads or host_page in bad:
-                continue
+        wanted: dict[int, list[int]] = {}
+        for group, plan in enumerate(plans):
+            for host_page, _ in plan.loads:
+                wanted.setdefault(host_page, []).append(group)
+        for host_page, groups in wanted.items():
             try:
                 payload = self.cache.read(host_page)
-                check_payload(payload, kv_pages)
+                for group in groups:
+                    check_part(payload[group], self.runner.pools[group].kv_pages, group)
                 payloads[host_page] = payload
             except Exception as error:  # a page that cannot be read is dropped and recomputed, and counted
                 self.counters.faults.failed_loads += 1
@@ -200,7 +211,7 @@ class Scheduler:
         for admission in admissions:
             sequence = admission.sequence
             if sequence.state is SequenceState.ON_HOLD:
-                if np.isin(admission.demand.host_pages, bad_pages).any():
+                if np.isin(admission.demands[0].host_pages, bad_pages).any():
                     self.evict(sequence)  # its own bytes are gone: it computes them again
             else:
                 self._release_host(admission)
@@ -210,14 +221,14 @@ class Scheduler:
     def _carry_out(self, admissions: list[Admission], plans: list[DevicePlan], payloads: dict[int, Payload]) -> None:
         sequences = [a.sequence for a in admissions]
         rows = self.runner.accounts[0].free_rows[: len(sequences)]
-        loads = plans[0].loads
+        parts = [[payloads[h][group] for h, _ in plan.loads] for group, plan in enumerate(plans)]
         try:
             allocated = [a.carry_out(p, rows) for a, p in zip(self.runner.accounts, plans, strict=True)]
             if self.config.poison:
                 self.runner.poison_lost_pages()
-            if loads:
+            if payloads:
                 targets = [pages[[i for _, i in plan.loads]] for pages, plan in zip(allocated, plans, strict=True)]
-                self.runner.load([payloads[h] for h, _ in loads], targets)
+                self.runner.load(parts, targets)  # type: ignore[arg-type]
             for admission in admissions:
                 if admission.group is not None:
                     self.cache.commit_group(admission.group, admission.sequence)
@@ -227,10 +238,7 @@ class Scheduler:
                     account.release(row)
                 account.forget(h for h, _ in plan.mirrors)  # nothing was loaded into them
             raise
-        decode = self.counters.decode
-        decode.host_pages_loaded += len(loads)
-        decode.loads_skipped_duplicate += plans[0].skipped_duplicate
-        decode.loads_skipped_resident += plans[0].skipped_resident
+        self._count_loads(plans, [sum(part.nbytes for part in some if part is not None) for some in parts])
         for sequence, row in zip(sequences, rows, strict=True):
             sequence.row = row
             if sequence.state is SequenceState.ON_HOLD:
@@ -240,6 +248,35 @@ class Scheduler:
                 self.waiting.remove(sequence)
                 self.running.append(sequence)
                 self._start_prefill(sequence)
+
+    def _count_loads(self, plans: Sequence[DevicePlan], num_bytes: Sequence[int]) -> None:
+        decode = self.counters.decode
+        decode.host_pages_loaded += reduce(or_, (Counter(h for h, _ in plan.loads) for plan in plans)).total()
+        most = max(plans, key=lambda plan: plan.skipped_resident + plan.skipped_duplicate + len(plan.loads))
+        decode.loads_skipped_duplicate += most.skipped_duplicate
+        decode.loads_skipped_resident += most.skipped_resident
+        before = decode.host_bytes_loaded or (0,) * len(plans)
+        decode.host_bytes_loaded = tuple(a + b for a, b in zip(before, num_bytes, strict=True))
+
+    # ---- sliding windows
+
+    def slide(self, sequence: Row, query: int, end_tokens: int | None = None) -> None:
+        """Gives back the device pages that no query from position `query` on reads; maps pages for `end_tokens` tokens.
+
+        Their bytes have been copied to the host, or their copy was started (`Offloader.give_back`).
+        """
+        for window, account in zip(self.runner.windows, self.runner.accounts, strict=True):
+            if window.window is not None:
+                end = None if end_tokens is None else pages_for(end_tokens, self.config.page_size)
+                given = account.slide(sequence.row_index, window.first(query), end)
+                self.counters.decode.window_pages_returned += given
+
+    def slide_to_decode(self, sequence: Row) -> None:
+        """Before a decode call: what its window has passed goes, and the pages of all its steps are there."""
+        context = sequence.committed_kv_tokens
+        self.slide(sequence, context, context + min(self.config.decode_steps, max(sequence.remaining, 0)))
+        for account in self.runner.accounts:
+            account.settle(sequence.row_index)
 
     def _start_prefill(self, sequence: Row) -> None:
         sequence.move_to(SequenceState.IN_PREFILL)

@@ -53,6 +53,10 @@ class DecodeCounters:
     """Tokens whose K and V each layer did not read again, over all such steps."""
     host_pages_loaded: int = 0
     """Unique host pages copied to the device."""
+    host_bytes_loaded: tuple[int, ...] = ()
+    """Bytes copied to the device by layer group; a sliding group loads the pages of a hit's last window only (X3)."""
+    window_pages_returned: int = 0
+    """Device pages of sliding groups that rows gave back because their window had passed them (X3)."""
     loads_skipped_duplicate: int = 0
     """Copies saved because another row of the same batch needed the page too."""
     loads_skipped_resident: int = 0

@@ -18,8 +18,8 @@ import numpy as np
 from prefix_reuse.errors import TransferError
 from prefix_reuse.steps import CompilationCounter
 
-Payload = tuple[jax.Array, ...]
-"""One page: for each layer group an array [L, *page_shape] in pinned host memory."""
+Payload = tuple[jax.Array | None, ...]
+"""One page: for each layer group an array [L, *page_shape] in pinned host memory; None where a sliding group's is absent."""
 
 LARGEST_COPY = 64
 """Pages moved by one jitted call at most; larger moves are split into powers of two, so that few shapes are compiled."""
@@ -71,53 +71,68 @@ class PageTransfer:
 
         Args:
           pools: `kv_pages` of each layer group.
-          device_pages: int32 [N] for each group: the pages to copy.
+          device_pages: int32 [N] for each group: the pages to copy; -1 where the group's page was given back: absent on the
+            host too.
           host_pages: [N]: where they belong in the host store.
         """
         payloads: list[Payload] = []
         start = 0
         for size in split_powers_of_two(len(host_pages)):
             ids = [np.ascontiguousarray(pages[start : start + size], np.int32) for pages in device_pages]
-            payloads += self._gather(tuple(pools), tuple(ids), size)
+            copied = self._gather(tuple(pools), tuple(np.maximum(i, 0) for i in ids), size)
+            payloads += [_without_absent(page, [i[n] for i in ids]) for n, page in enumerate(copied)]
             start += size
         return PendingCopy(np.array(host_pages), tuple(payloads))
 
     def load(
-        self, pools: Sequence[jax.Array], payloads: Sequence[Payload], device_pages: Sequence[np.ndarray]
+        self, pools: Sequence[jax.Array], parts: Sequence[Sequence[jax.Array]], device_pages: Sequence[np.ndarray]
     ) -> tuple[jax.Array, ...]:
-        """Copies host pages into the pools. Donates `pools`; returns the updated ones.
+        """Copies parts of host pages into the pools. Donates `pools`; returns the updated ones.
 
-        Raises `TransferError` before anything is donated when a payload does not have the shape of a page.
+        Args:
+          pools: `kv_pages` of each layer group.
+          parts: for each group, the arrays to copy; the groups need not copy the same pages, nor as many.
+          device_pages: int32 [N] for each group: where they go.
+
+        Raises `TransferError` before anything is donated when a part does not have the shape of a page.
         """
-        kv_pages = tuple(pools)
-        for payload in payloads:
-            check_payload(payload, kv_pages)
-        start = 0
-        for size in split_powers_of_two(len(payloads)):
-            ids = tuple(np.ascontiguousarray(pages[start : start + size], np.int32) for pages in device_pages)
-            kv_pages = self._load(kv_pages, ids, list(payloads[start : start + size]))
-            start += size
-        return kv_pages
+        for group, (pool, some) in enumerate(zip(pools, parts, strict=True)):
+            for part in some:
+                check_part(part, pool, group)
+        out = []
+        for pool, some, pages in zip(pools, parts, device_pages, strict=True):
+            start = 0
+            for size in split_powers_of_two(len(some)):
+                here = slice(start, start + size)
+                pool = self._load(pool, np.ascontiguousarray(pages[here], np.int32), list(some[here]))
+                start += size
+            out.append(pool)
+        return tuple(out)
 
-    def adopt(self, payload: Sequence[np.ndarray]) -> Payload:
-        """A page of numpy arrays as a host page. The caller must not write to the arrays any more: they may be aliased."""
-        return tuple(jax.device_put(part, self._host) for part in payload)
+    def adopt(self, payload: Sequence[np.ndarray | None]) -> Payload:
+        """A page of numpy arrays (None = absent) as a host page.
+
+        The caller must not write to the arrays any more: they may be aliased.
+        """
+        return tuple(None if part is None else jax.device_put(part, self._host) for part in payload)
 
     def warmup_sizes(self) -> list[int]:
         """Every number of pages that one jitted copy can move."""
         return [1 << i for i in range(LARGEST_COPY.bit_length())]
 
 
-def check_payload(payload: Any, pools: Sequence[jax.Array]) -> None:
-    """Raises `TransferError` unless `payload` is one whole page for each pool, in its dtype."""
-    if not isinstance(payload, tuple) or len(payload) != len(pools):
-        raise TransferError(f"a host page needs {len(pools)} arrays, one per layer group")
-    for group, (page, pool) in enumerate(zip(payload, pools, strict=True)):
-        expected = (pool.shape[0], *pool.shape[2:])
-        if page.shape != expected or page.dtype != pool.dtype:
-            raise TransferError(
-                f"host page of group {group} is {page.dtype}{list(page.shape)}, the pool needs {pool.dtype}{list(expected)}"
-            )
+def check_part(part: Any, pool: jax.Array, group: int) -> None:
+    """Raises `TransferError` unless `part` is the part of a host page that belongs into `pool`, in its dtype."""
+    if part is None:
+        raise TransferError(f"the host page has no bytes of layer group {group}, which are needed")
+    expected = (pool.shape[0], *pool.shape[2:])
+    if getattr(part, "shape", None) != expected or part.dtype != pool.dtype:
+        got = f"{part.dtype}{list(part.shape)}" if hasattr(part, "dtype") else type(part).__name__
+        raise TransferError(f"host page of group {group} is {got}, the pool needs {pool.dtype}{list(expected)}")
+
+
+def _without_absent(page: Sequence[jax.Array], device_pages: Sequence[int]) -> Payload:
+    return tuple(None if here < 0 else part for part, here in zip(page, device_pages, strict=True))
 
 
 def _gather(pools: tuple[jax.Array, ...], ids: tuple[jax.Array, ...], size: int) -> list[Payload]:
@@ -125,11 +140,9 @@ def _gather(pools: tuple[jax.Array, ...], ids: tuple[jax.Array, ...], size: int)
     return [tuple(take(pool, group_ids[i]) for pool, group_ids in zip(pools, ids, strict=True)) for i in range(size)]
 
 
-def _load(pools: tuple[jax.Array, ...], ids: tuple[jax.Array, ...], payloads: list[Payload]) -> tuple[jax.Array, ...]:
-    """Donates `pools`. Page by page, so that one is written into the pool while the next is on the link."""
-    out = list(pools)
-    for i, payload in enumerate(payloads):
-        for group, page in enumerate(payload):
-            here = jax.device_put(page, jax.memory.Space.Device)
-            out[group] = jax.lax.dynamic_update_index_in_dim(out[group], here, ids[group][i], axis=1)
-    return tuple(out)
+def _load(pool: jax.Array, ids: jax.Array, parts: list[jax.Array]) -> jax.Array:
+    """Donates `pool`. Page by page, so that one is written into the pool while the next is on the link."""
+    for i, part in enumerate(parts):
+        here = jax.device_put(part, jax.memory.Space.Device)
+        pool = jax.lax.dynamic_update_index_in_dim(pool, here, ids[i], axis=1)
+    return pool

@@ -778,7 +778,7 @@ def test_nothing_compiles_after_warmup(tmp_path: Path):
 
 def test_steps_update_donated_pools_in_place():
     """The compiled steps alias the pools and hold no copy of them (`memory_analysis`)."""
-    e = engine("hybrid", num_device_pages=4096)
+    e = engine("hybrid", num_device_pages=4096, num_window_pages=4096)
     pool_bytes = min(p.kv_pages.nbytes for p in e.runner.pools)
     seen = {}
 

@@ -120,7 +120,7 @@ def misfits() -> list[PageExport]:
         PageExport(geometry(), (good, (good[0], good[1].astype(np.float32))), (PAGE, PAGE)),
         PageExport(geometry(), (good, (good[0][:1], good[1])), (PAGE, PAGE)),
         PageExport(geometry(), (good, good), (PAGE, PAGE + 1)),
-        PageExport(geometry(), (good, (good[0], None)), (PAGE, PAGE)),
+        PageExport(geometry(), (good, (None, good[1])), (PAGE, PAGE)),
         PageExport(StoreGeometry.of(other, PAGE), (payload(1, other),) * 2, (PAGE, PAGE)),
         PageExport(StoreGeometry(PAGE, geometry().parts, "S,K,2,D"), (good, good), (PAGE, PAGE)),
         PageExport(StoreGeometry.of(GROUPS, 8), (good, good), (PAGE, PAGE)),
