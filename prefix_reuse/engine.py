@@ -406,8 +406,6 @@ class Engine:
         try:
             for row in rows:
                 self.scheduler.slide_to_decode(row)
-            if self.config.poison:
-                self.runner.poison_lost_pages()
             self._sync_tables()
             tokens, saved = self.runner.decode(rows, self.config.decode_steps)
         except Exception:
@@ -426,6 +424,8 @@ class Engine:
                 self.offloader.flush_full_pages(row)
 
     def _sync_tables(self) -> None:
+        if self.config.poison:
+            self.runner.poison_lost_pages()  # before a step writes to pages that were reclaimed for it
         context_lens = np.zeros(self.config.max_rows, np.int32)
         for row in self.scheduler.running:
             if row.row is not None:

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from prefix_reuse.errors import SnapshotError
+from prefix_reuse.geometry import StoreGeometry
 from prefix_reuse.host_archive import StoredPrefix
 from prefix_reuse.host_store import HostPageStore
 from prefix_reuse.index_types import Readable
@@ -125,7 +126,7 @@ def write_snapshot(
     root.mkdir(parents=True, exist_ok=True)
     remove_leftovers(root)
     partial, final = root / f"set-{number:08d}.partial", root / f"set-{number:08d}"
-    entries, namespaces, page_ids = Entries.create(prefixes, store.page_size)
+    entries, namespaces, page_ids = Entries.create(prefixes, store.page_size, len(identity.geometry.parts))
     per_shard = _pages_per_shard(identity.geometry.page_bytes)
     manifest = {
         "format": FORMAT,
@@ -144,8 +145,12 @@ def write_snapshot(
             tree = {}
             for entry, payload in enumerate(jax.device_get(payloads), start=first):
                 entries.checksums[entry] = np.frombuffer(payload_checksum(payload), np.uint8)
-                tree[_leaf(entry)] = {f"group{g}": np.asarray(part) for g, part in enumerate(payload)}
-            save_tree(partial / f"pages-{shard:05d}", tree)
+                entries.parts[entry] = [part is not None for part in payload]
+                parts = {f"group{g}": np.asarray(part) for g, part in enumerate(payload) if part is not None}
+                if parts:
+                    tree[_leaf(entry)] = parts
+            if tree:
+                save_tree(partial / f"pages-{shard:05d}", tree)
         store._step("snapshot-index")
         if len(entries):
             save_tree(partial / "index", dict(vars(entries)))
@@ -189,13 +194,13 @@ def read_snapshot(
     """
     root = Path(folder).absolute()
     store._step("snapshot-open")
-    path, manifest, entries, damaged_sets = _newest_whole_set(root, identity, store.page_size)
+    path, manifest, entries, damaged_sets = _newest_whole_set(root, identity)
     namespaces = [bytes.fromhex(name) for name in manifest["namespaces"]]
     sound, faults = entries.verify(namespaces)
     wanted = entries.hottest(sound, num_pages)
     skipped = int((sound & ~wanted).sum())
     payloads: dict[int, Any] = {}
-    per_shard, groups = int(manifest["pages_per_shard"]), len(identity.geometry.parts)
+    per_shard = int(manifest["pages_per_shard"])
     damaged = damaged_files(path, manifest["files"])
     for first in range(0, len(entries), per_shard):
         names = range(first, min(first + per_shard, len(entries)))
@@ -205,7 +210,7 @@ def read_snapshot(
         store._step("snapshot-read")
         shard = f"pages-{first // per_shard:05d}"
         readable = [entry for entry in here if f"{shard}/{_leaf(entry)}" not in damaged]
-        for entry, payload in _load_pages(path / shard, names, readable, groups).items():
+        for entry, payload in _load_pages(path / shard, names, readable, entries.parts).items():
             try:
                 identity.geometry.check_payload(payload)
             except Exception:  # not a page of this geometry: the file is not what was written
@@ -243,7 +248,7 @@ def read_snapshot(
     )
 
 
-def _newest_whole_set(root: Path, identity: Identity, page_size: int) -> tuple[Path, Mapping[str, Any], Entries, int]:
+def _newest_whole_set(root: Path, identity: Identity) -> tuple[Path, Mapping[str, Any], Entries, int]:
     problems: list[str] = []
     sets = find_sets(root)
     for number in sorted(sets, reverse=True):
@@ -251,7 +256,7 @@ def _newest_whole_set(root: Path, identity: Identity, page_size: int) -> tuple[P
         try:
             manifest = unseal(_read_manifest(path))
             identity.check(manifest)
-            return path, manifest, _load_entries(path, int(manifest["pages"]), page_size), len(problems)
+            return path, manifest, _load_entries(path, manifest, identity.geometry), len(problems)
         except DamagedSet as error:
             problems.append(f"{path.name}: {error}")
     if problems:
@@ -274,24 +279,31 @@ def _read_manifest(path: Path) -> str:
         raise DamagedSet(f"the manifest cannot be read: {error}") from error
 
 
-def _load_entries(path: Path, count: int, page_size: int) -> Entries:
+def _load_entries(path: Path, manifest: Mapping[str, Any], geometry: StoreGeometry) -> Entries:
+    count, page_size, groups = int(manifest["pages"]), geometry.page_size, len(geometry.parts)
     if count == 0:
-        return Entries.create([], page_size)[0]
+        return Entries.create([], page_size, groups)[0]
     try:
         tree = load_tree(path / "index")
+        if manifest["version"] == 1:
+            tree["parts"] = np.ones((count, groups), np.uint8)
         entries = Entries(**{name: np.asarray(array) for name, array in tree.items()})
     except Exception as error:
         raise DamagedSet(f"its index cannot be read: {type(error).__name__}: {error}") from error
-    entries.check_shapes(count, page_size)
+    entries.check_shapes(count, page_size, groups)
     return entries
 
 
-def _load_pages(path: Path, entries: Sequence[int], wanted: Sequence[int], groups: int) -> dict[int, Any]:
-    """Pages of one shard by entry; what cannot be read is left out."""
+def _load_pages(path: Path, entries: Sequence[int], wanted: Sequence[int], parts: np.ndarray) -> dict[int, Any]:
+    """Pages of one shard by entry, with None for the layer groups that `parts` has not; what cannot be read is left out."""
+    names = {e: {g: f"group{g}" for g in np.flatnonzero(parts[e]).tolist()} for e in entries}
 
     def load(some: Sequence[int]) -> dict[int, Any]:
-        tree = load_tree(path, {_leaf(e): {f"group{g}": e in some for g in range(groups)} for e in entries})
-        return {e: tuple(tree[_leaf(e)][f"group{g}"] for g in range(groups)) for e in some}
+        shape = {_leaf(e): dict.fromkeys(names[e].values(), e in some) for e in entries if names[e]}
+        tree = load_tree(path, shape) if any(names[e] for e in some) else {}
+        return {
+            e: tuple(tree[_leaf(e)][names[e][g]] if g in names[e] else None for g in range(parts.shape[1])) for e in some
+        }
 
     if not wanted:
         return {}

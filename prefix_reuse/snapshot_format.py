@@ -2,8 +2,8 @@
 
     <folder>/set-00000007/             one whole set; it got this name by one rename, after everything else was written
         manifest.json                  version, geometry, namespace, platform, pages, files; sealed by a sha256
-        index/                         orbax: tokens, parents, chained keys, checksums, one entry per page
-        pages-00000/, pages-00001/     orbax: the bytes, one array per page and layer group
+        index/                         orbax: tokens, parents, chained keys, checksums, layer groups, one entry per page
+        pages-00000/, pages-00001/     orbax: the bytes, one array per page and layer group that the page has
     <folder>/set-00000008.partial/     a save that was torn; ignored, and removed by the next save
 
 Keys are those of `hashing.page_keys`: a page is used only if its key follows from its parent's key and its own tokens, so a
@@ -26,7 +26,8 @@ from prefix_reuse.geometry import StoreGeometry
 from prefix_reuse.hashing import Namespace, page_keys
 
 FORMAT = "prefix-reuse snapshot"
-VERSION = 1
+VERSION = 2
+"""1: every page has the bytes of every layer group; still read."""
 NO_PARENT = -1
 
 
@@ -139,6 +140,7 @@ class Entries:
         rank: int32 [N], larger = used later.
         keys: uint8 [N, 32], chained sha256.
         checksums: uint8 [N, 16], of the bytes.
+        parts: uint8 [N, G], 1 where the page has the bytes of a layer group; a sliding group's may be absent.
     """
 
     tokens: np.ndarray
@@ -147,15 +149,19 @@ class Entries:
     rank: np.ndarray
     keys: np.ndarray
     checksums: np.ndarray
+    parts: np.ndarray
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @classmethod
     def create(
-        cls, prefixes: Iterable[tuple[bytes, np.ndarray, np.ndarray]], page_size: int
+        cls, prefixes: Iterable[tuple[bytes, np.ndarray, np.ndarray]], page_size: int, num_groups: int
     ) -> tuple[Entries, list[bytes], list[int]]:
-        """Entries of (namespace, tokens, page ids) prefixes, hottest last; the namespaces, and the page id of each entry."""
+        """Entries of (namespace, tokens, page ids) prefixes, hottest last; the namespaces, and the page id of each entry.
+
+        Checksums and parts are left to whoever reads the bytes.
+        """
         numbers: dict[bytes, int] = {}
         entry_of: dict[int, int] = {}
         tokens, parents, namespace, rank, keys = [], [], [], [], []
@@ -184,14 +190,15 @@ class Entries:
                 np.array(rank, np.int32),
                 np.frombuffer(b"".join(keys), np.uint8).reshape(count, 32),
                 np.zeros((count, 16), np.uint8),
+                np.ones((count, num_groups), np.uint8),
             ),
             list(numbers),
             list(entry_of),
         )
 
-    def check_shapes(self, count: int, page_size: int) -> None:
+    def check_shapes(self, count: int, page_size: int, num_groups: int) -> None:
         """Raises `DamagedSet` unless every array has one row per page."""
-        for name, width in (("tokens", page_size), ("keys", 32), ("checksums", 16)):
+        for name, width in (("tokens", page_size), ("keys", 32), ("checksums", 16), ("parts", num_groups)):
             if getattr(self, name).shape != (count, width):
                 raise DamagedSet(f"{name} has shape {getattr(self, name).shape}, not {(count, width)}")
         for name in ("parents", "namespace", "rank"):
@@ -255,10 +262,13 @@ class Entries:
 
 
 def payload_checksum(payload: Sequence[Any]) -> bytes:
-    """16 bytes over a page, all layer groups."""
+    """16 bytes over a page: all layer groups, and which of them it has."""
     import xxhash
 
     digest = xxhash.xxh3_128()
-    for part in payload:
+    for group, part in enumerate(payload):
+        if part is None:
+            digest.update(f"no group {group}")
+            continue
         digest.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
     return digest.digest()

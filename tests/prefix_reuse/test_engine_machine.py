@@ -11,7 +11,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from engine_helpers import check, drained, engine, prompt
+from engine_helpers import check, drained, engine, index_of, prompt
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
@@ -133,6 +133,14 @@ class EngineMachine(RuleBasedStateMachine):
     def evict(self, n: int) -> None:
         self.e.evict_host_entries(n)
         check(self.e)
+
+    @rule(data=st.data())
+    def drop_parts(self, data: Any) -> None:
+        """X3: idle pages give up the bytes of a sliding layer group."""
+        pages = [run.page_ids for run in index_of(self.e)]
+        if self.kind == "hybrid" and pages:
+            self.e.store.drop_group(data.draw(st.sampled_from(pages)), 1)
+            check(self.e)
 
     @rule()
     def clear(self) -> None:
