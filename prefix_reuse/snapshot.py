@@ -17,7 +17,6 @@ import jax
 import numpy as np
 
 from prefix_reuse.errors import SnapshotError
-from prefix_reuse.geometry import StoreGeometry
 from prefix_reuse.host_archive import StoredPrefix
 from prefix_reuse.host_store import HostPageStore
 from prefix_reuse.index_types import Readable
@@ -256,7 +255,9 @@ def _newest_whole_set(root: Path, identity: Identity) -> tuple[Path, Mapping[str
         try:
             manifest = unseal(_read_manifest(path))
             identity.check(manifest)
-            return path, manifest, _load_entries(path, manifest, identity.geometry), len(problems)
+            geometry, count = identity.geometry, int(manifest["pages"])
+            entries = _load_entries(path, count, geometry.page_size, len(geometry.parts), int(manifest["version"]))
+            return path, manifest, entries, len(problems)
         except DamagedSet as error:
             problems.append(f"{path.name}: {error}")
     if problems:
@@ -279,13 +280,12 @@ def _read_manifest(path: Path) -> str:
         raise DamagedSet(f"the manifest cannot be read: {error}") from error
 
 
-def _load_entries(path: Path, manifest: Mapping[str, Any], geometry: StoreGeometry) -> Entries:
-    count, page_size, groups = int(manifest["pages"]), geometry.page_size, len(geometry.parts)
+def _load_entries(path: Path, count: int, page_size: int, groups: int, version: int = VERSION) -> Entries:
     if count == 0:
         return Entries.create([], page_size, groups)[0]
     try:
         tree = load_tree(path / "index")
-        if manifest["version"] == 1:
+        if version == 1:
             tree["parts"] = np.ones((count, groups), np.uint8)
         entries = Entries(**{name: np.asarray(array) for name, array in tree.items()})
     except Exception as error:

@@ -219,6 +219,8 @@ class Entries:
             faults += 1
             if not NO_PARENT <= parent < i or not 0 <= number < len(namespaces) or self.tokens[i].min() < 0:
                 continue
+            if self.parts[i].max(initial=0) > 1:
+                continue
             above = None
             if parent != NO_PARENT:
                 if self.namespace[parent] != number:
@@ -268,7 +270,7 @@ def payload_checksum(payload: Sequence[Any]) -> bytes:
     digest = xxhash.xxh3_128()
     for group, part in enumerate(payload):
         if part is None:
-            digest.update(f"no group {group}")
+            digest.update(f"no group {group}".encode())
             continue
         digest.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
     return digest.digest()

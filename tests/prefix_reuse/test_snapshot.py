@@ -82,7 +82,7 @@ def test_keys_on_disk_are_the_documented_chain(tmp_path: Path) -> None:
     from prefix_reuse.hashing import page_keys
 
     saved(tmp_path, FIVE)
-    entries = snapshot._load_entries(newest(tmp_path), 5, 4)
+    entries = snapshot._load_entries(newest(tmp_path), 5, 4, 2)
     assert [bytes(k) for k in entries.keys] == page_keys(FIVE.tolist(), 4, MODEL)
 
 
@@ -215,7 +215,7 @@ def test_a_damaged_page_goes_with_what_follows_it_and_nothing_else(
     fresh.check_integrity()
 
 
-@pytest.mark.parametrize("name", ["tokens", "parents", "namespace", "keys", "checksums"])
+@pytest.mark.parametrize("name", ["tokens", "parents", "namespace", "keys", "checksums", "parts"])
 def test_a_damaged_index_loses_pages_but_never_mixes_them_up(tmp_path: Path, name: str) -> None:
     """H32, H01: whatever byte of the index changes, each page that comes back has its own bytes."""
     cache = saved(tmp_path, *branches())
@@ -245,12 +245,88 @@ def test_an_index_with_another_token_count_is_no_whole_set(tmp_path: Path) -> No
     """H32."""
     saved(tmp_path, FIVE)
     path = newest(tmp_path)
-    entries = snapshot._load_entries(path, 5, 4)
+    entries = snapshot._load_entries(path, 5, 4, 2)
     entries.tokens = entries.tokens[:4]
     shutil.rmtree(path / "index")
     snapshot.save_tree(path / "index", dict(vars(entries)))
     with pytest.raises(SnapshotError, match="damaged"):
         make_cache().load_snapshot(tmp_path)
+
+
+# ---- pages that lack the bytes of a sliding layer group (X3)
+
+
+def with_holes(*places: int) -> Any:
+    """A cache of one prompt of six pages; those at `places` have given up the bytes of layer group 1 (window 8)."""
+    cache = make_cache()
+    pages = np.array(fill(cache.store, seq(1, 24)))
+    assert len(cache.store.drop_group(pages[list(places)], 1)) == len(places)
+    return cache
+
+
+@pytest.mark.parametrize("places", [(0,), (1, 2), (0, 1, 2, 3, 4, 5)])
+def test_a_page_that_lacks_a_group_comes_back_lacking_it(tmp_path: Path, places: tuple[int, ...]) -> None:
+    """X3, X7: absent stays absent, never a page of zeros; hits end where they did, and the rest is the same to the byte."""
+    cache = with_holes(*places)
+    assert cache.save_snapshot(tmp_path / "all").pages == 6
+    fresh = make_cache()
+    report = fresh.load_snapshot(tmp_path / "all")
+    assert (report.pages, report.dropped, report.faults) == (6, 0, 0)
+    for store in (cache.store, fresh.store):
+        pages = store.index.peek(seq(1, 24), MODEL.digest).page_ids
+        assert np.flatnonzero(store.lacking(pages)[1]).tolist() == list(places)
+        assert not store.lacking(pages)[0].any()
+        assert store.stats().partial_pages == len(places)
+    theirs = [fresh.store.read(int(page)) for page in pages]
+    mine = [cache.store.read(int(p)) for p in cache.store.index.peek(seq(1, 24), MODEL.digest).page_ids]
+    for a, b in zip(mine, theirs, strict=True):
+        assert [None if x is None else x.tobytes() for x in a] == [None if x is None else x.tobytes() for x in b]
+    for tokens in range(1, 30):
+        assert fresh.lookup(seq(1, tokens)).num_pages == cache.lookup(seq(1, tokens)).num_pages
+    fresh.check_integrity()
+
+
+def test_a_prefix_with_holes_is_saved_and_loaded(tmp_path: Path) -> None:
+    """X6: the holes lie before the window of what is held."""
+    cache = with_holes(0, 1, 2)
+    held = cache.hold(seq(1, 24))
+    assert len(held) == 24
+    assert held.save(tmp_path) == 6
+    fresh = make_cache()
+    loaded = fresh.load(tmp_path)
+    assert (len(loaded), loaded.is_complete) == (24, True)
+    assert fresh.store.lacking(loaded.page_ids)[1].tolist() == [True] * 3 + [False] * 3
+
+
+def test_a_set_that_lies_about_its_groups_loses_those_pages(tmp_path: Path) -> None:
+    """A page whose bytes are there although the index says absent, or the other way round, is not what was written."""
+    cache = with_holes(4)
+    cache.save_snapshot(tmp_path)
+    path = newest(tmp_path)
+    for entry, lie in ((5, 0), (4, 1)):
+        entries = snapshot._load_entries(path, 6, 4, 2)
+        entries.parts[entry, 1] = lie
+        shutil.rmtree(path / "index")
+        snapshot.save_tree(path / "index", dict(vars(entries)))
+        fresh = make_cache()
+        report = fresh.load_snapshot(tmp_path)
+        assert report.faults >= 1
+        assert report.pages <= entry
+        fresh.check_integrity()
+
+
+def test_a_snapshot_of_the_first_version_is_still_read(tmp_path: Path) -> None:
+    """It has no word about layer groups: every page has all of them."""
+    cache = saved(tmp_path, FIVE)
+    path = newest(tmp_path)
+    index = dict(vars(snapshot._load_entries(path, 5, 4, 2)))
+    del index["parts"]
+    shutil.rmtree(path / "index")
+    snapshot.save_tree(path / "index", index)
+    reseal(tmp_path, version=1)
+    fresh = make_cache()
+    assert fresh.load_snapshot(tmp_path).pages == 5
+    assert contents(fresh.store) == contents(cache.store)
 
 
 # ---- foreign snapshots
@@ -294,8 +370,8 @@ def test_a_snapshot_of_somebody_else_is_refused_with_the_reason(
 def test_a_newer_format_and_another_format_are_refused(tmp_path: Path) -> None:
     """X7: versioned; what a later version wrote is neither guessed at nor removed."""
     saved(tmp_path, FIVE)
-    reseal(tmp_path, version=2)
-    with pytest.raises(SnapshotError, match="version 2") as caught:
+    reseal(tmp_path, version=3)
+    with pytest.raises(SnapshotError, match="version 3") as caught:
         make_cache().load_snapshot(tmp_path)
     assert caught.value.reason == "newer-format"
     reseal(tmp_path, version=1, format="something else")
