@@ -198,6 +198,17 @@ class PrefixCache:
             return 0
         return len(self.store.clear(None if salt is None else self._intake.namespace(salt, adapter)))
 
+    def trim_windows(self, every: int | None = None) -> int:
+        """Frees host memory of sliding layer groups where a hit is not likely to end; see `HostPageStore.trim_windows`.
+
+        By default the host keeps the bytes of all groups of every page, so that a hit can end at any page.
+
+        Args:
+          every: also keep what hits need that end at each `every`-th page.
+        """
+        self._land()
+        return self.store.trim_windows(every)
+
     # ---- snapshots
 
     def save_snapshot(self, path: Any = None) -> SnapshotReport:

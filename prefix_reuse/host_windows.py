@@ -18,7 +18,7 @@ from prefix_reuse.index_lookup import shorten
 from prefix_reuse.index_tree import NO_PAGES
 from prefix_reuse.index_types import Explanation
 from prefix_reuse.lease import MissReason, PrefixMatch
-from prefix_reuse.windows import usable_pages
+from prefix_reuse.windows import first_page, usable_pages
 
 
 class HostWindows(StoreState):
@@ -102,6 +102,30 @@ class HostWindows(StoreState):
                 self.checksums.drop_group(page, group)
         self.counters.dropped_parts += len(ids)
         return ids
+
+    def trim_windows(self, every: int | None = None) -> int:
+        """Gives up the bytes of sliding groups that only unlikely hits would read, to save memory of the host.
+
+        What stays is what hits need that end where a cached prompt ends, where prompts part, or where an earlier hit ended,
+        and at each `every`-th page. A hit that would end elsewhere is shorter from now on. Pages in use are passed over.
+
+        Returns:
+            How often a page gave up the bytes of a group.
+        """
+        if every is not None and every < 1:
+            raise InvalidRequestError(f"every must be at least 1 page, got {every}")
+        if self.index is None:
+            return 0
+        self.collect()
+        sliding = [(group, window) for group, window in enumerate(self.windows) if window is not None]
+        keep = np.zeros(self.lacks.shape, bool)
+        entries = np.flatnonzero(self.accounts.pins)
+        for ids in self.index.run_ends():
+            for end in {len(ids), *range(every or len(ids), len(ids), every or len(ids))}:
+                for group, window in sliding:
+                    # A prompt that ends here replays its last token, which reads one token more than any other would.
+                    keep[group, ids[first_page(end * self.page_size - 1, window, self.page_size) : end]] = True
+        return sum(len(self.drop_group(entries[~keep[group, entries]], group)) for group, _ in sliding)
 
     def _fill_parts(self, entries: np.ndarray, sources: np.ndarray) -> None:
         """Entries that lack bytes get them from pages of the same tokens (int32 [N] each; equal ids are left alone)."""

@@ -57,6 +57,13 @@ class PrefixIndex(IndexCommit):
             data, ids = prefix_of(node, self._step)
             yield namespace, np.frombuffer(data, np.int32), ids
 
+    def run_ends(self) -> Iterator[np.ndarray]:
+        """Page ids int32 of the whole prefix down to the end of each run: where prompts end, part, or were hit."""
+        for root in self._roots.values():
+            for node in subtree(root):
+                if node.num_pages:
+                    yield prefix_of(node, self._step)[1]
+
     def eviction_order(self) -> list[int]:
         """Page ids of the present leaves, first to go first (a leaf's own pages from its tail)."""
         return [int(i) for q in (self._leaves, self._soft_leaves) for node in q.ordered() for i in node.page_ids[::-1]]

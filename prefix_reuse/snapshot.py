@@ -302,7 +302,8 @@ def _load_pages(path: Path, entries: Sequence[int], wanted: Sequence[int], parts
         shape = {_leaf(e): dict.fromkeys(names[e].values(), e in some) for e in entries if names[e]}
         tree = load_tree(path, shape) if any(names[e] for e in some) else {}
         return {
-            e: tuple(tree[_leaf(e)][names[e][g]] if g in names[e] else None for g in range(parts.shape[1])) for e in some
+            e: tuple(tree[_leaf(e)][names[e][g]] if g in names[e] else None for g in range(parts.shape[1]))
+            for e in some
         }
 
     if not wanted:

@@ -30,8 +30,13 @@ CASES: dict[str, dict[str, Any]] = {
 SMALL = {"num_blocks": 1, "block_kv": 64, "stages": 2}
 
 
-def batch(*, dim: int = 64, page: int = 16, dtype: Any = jnp.bfloat16) -> tuple[jax.Array, ...]:
-    """Rows over a pool whose unowned slots and pages are NaN, with three tokens of padding; layer 1 of 2 is used."""
+def batch(
+    *, dim: int = 64, page: int = 16, dtype: Any = jnp.bfloat16, window: int | None = None
+) -> tuple[jax.Array, ...]:
+    """Rows over a pool whose unowned slots and pages are NaN, with three tokens of padding; layer 1 of 2 is used.
+
+    Pages that the window of every query has passed are given back: -1 in the table, NaN in the pool.
+    """
     rng = np.random.default_rng(3)
     counts = [-(-total // page) for _, total in ROWS]
     ids = rng.permutation(sum(counts) + 2)[: sum(counts)]
@@ -39,7 +44,9 @@ def batch(*, dim: int = 64, page: int = 16, dtype: Any = jnp.bfloat16) -> tuple[
     table = np.full((len(ROWS), max(counts) + 1), -1, np.int32)
     for row, count in enumerate(counts):
         table[row, :count], ids = ids[:count], ids[count:]
-        for column in range(count):
+        passed = 0 if window is None else max(0, ROWS[row][1] - ROWS[row][0] - window + 1) // page
+        table[row, :passed] = -1
+        for column in range(passed, count):
             used = min(page, ROWS[row][1] - column * page)
             kv[1, table[row, column], :, :, :used] = rng.standard_normal((1, 2, used, dim))
     q = rng.standard_normal((sum(new for new, _ in ROWS) + 3, 4, dim))
@@ -67,7 +74,7 @@ def simulate() -> None:
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     report, outs = {}, {}
     for name, case in CASES.items():
-        arguments, keywords = batch(), options(case)
+        arguments, keywords = batch(window=case.get("window")), options(case)
 
         def run(*arrays: jax.Array, case: Any = case, keywords: Any = keywords) -> Any:
             config = {**SMALL, **case["config"]}

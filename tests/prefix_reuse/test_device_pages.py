@@ -18,6 +18,7 @@ GROUP = LayerGroup(layers=(0, 1), num_kv_heads=2, head_dim=4, dtype=jnp.float32)
 bind = jax.jit(dp.bind, donate_argnums=0)
 extend = jax.jit(dp.extend, donate_argnums=0)
 release = jax.jit(dp.release, donate_argnums=0)
+give_back = jax.jit(dp.give_back, donate_argnums=0)
 publish = jax.jit(dp.publish, donate_argnums=0)
 fork = jax.jit(dp.fork, donate_argnums=0)
 truncate = jax.jit(dp.truncate, donate_argnums=0)
@@ -62,6 +63,23 @@ def test_publish_clears_the_write_flag_of_leading_pages():
     state = publish(bind(new(), 0, np.array([3, 5, 1]), context_len=9), 0, 2)
     dp.check_integrity(state)
     assert may_write(state) == {1}
+
+
+def test_pages_that_a_window_has_passed_are_given_back_and_the_row_goes_on():
+    """X3, A25: columns keep their places; a page that another row shares stays in use."""
+    state = bind(bind(new(), 0, np.array([3, 5, 1]), context_len=12), 1, np.array([3]), shared=1, context_len=4)
+    state = give_back(state, 0, 2)
+    dp.check_integrity(state)
+    assert np.asarray(state.page_table)[0].tolist() == [-1, -1, 1, -1]
+    assert np.asarray(state.refcounts)[[3, 5, 1]].tolist() == [1, 0, 1]
+    assert may_write(state) == {1}
+    state = extend(state, 0, np.array([6]))
+    dp.check_integrity(state)
+    assert np.asarray(state.page_table)[0].tolist() == [-1, -1, 1, 6]
+    state = extend(give_back(bind(new(), 0, np.array([3]), context_len=4), 0, 1), 0, np.array([6]))
+    assert np.asarray(state.page_table)[0].tolist() == [-1, 6, -1, -1]  # a window of one token has passed everything
+    with pytest.raises(IntegrityError, match="unmapped"):
+        dp.check_integrity(state.replace(context_lens=state.context_lens.at[0].set(12)))
 
 
 def test_fork_copies_the_partial_tail_and_shares_the_rest():

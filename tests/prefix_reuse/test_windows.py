@@ -272,6 +272,34 @@ def test_integrity_check_sees_a_full_group_that_is_absent():
         store.check_integrity()
 
 
+def test_trimming_keeps_what_hits_need_where_prompts_end_and_part():
+    """Two prompts part after 3 pages and end after 8 and 5; window 8 is two pages, of a full hit too."""
+    store = make_store()
+    long = fill(store, seq(1, 32))
+    fill(store, np.concatenate([seq(1, 12), seq(101, 108)]))
+    hits = {n: store.peek(seq(1, n), NS).num_pages for n in range(1, 36)}
+    cache = make_cache(store)
+    assert cache.trim_windows() == 4
+    assert np.flatnonzero(store.lacking(long)[SLIDING]).tolist() == [0, 3, 4, 5]
+    for tokens, before in hits.items():
+        assert store.peek(seq(1, tokens), NS).num_pages == max((h for h in (0, 3, 8) if h <= before), default=0)
+    assert store.peek(np.concatenate([seq(1, 12), seq(101, 108)]), NS).num_pages == 5
+    assert store.trim_windows() == 0
+    store.check_integrity()
+    with pytest.raises(InvalidRequestError, match="at least 1 page"):
+        store.trim_windows(0)
+
+
+def test_trimming_can_keep_every_nth_boundary():
+    store = make_store()
+    pages = fill(store, seq(1, 40))
+    with store.acquire(seq(1, 8), NS):
+        assert store.trim_windows(5) == 3 + 3 - 2  # the first two are held, and there a hit has ended now
+    assert np.flatnonzero(store.lacking(pages)[SLIDING]).tolist() == [2, 5, 6, 7]
+    assert [store.peek(seq(1, 4 * n + 1), NS).num_pages for n in range(1, 11)] == [1, 2, 2, 2, 5, 5, 5, 5, 5, 10]
+    store.check_integrity()
+
+
 # ---- out of the store and back
 
 
