@@ -124,7 +124,7 @@ class Offloader:
 
     def give_back(self, row: Row) -> None:
         """Gives back the device pages that the row's windows have passed; their copy to the host is started first."""
-        if row.leader is None and row.row is not None:
+        if row.is_live and row.leader is None and row.row is not None:
             self.flush_full_pages(row)
             self.scheduler.slide(row, row.prefilled_tokens if row.replays else row.committed_kv_tokens)
 
