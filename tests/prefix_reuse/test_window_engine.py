@@ -22,6 +22,7 @@ from prefix_reuse.host_archive import StoredPrefix
 from prefix_reuse.memory import plan_memory
 from prefix_reuse.programs import Programs
 from prefix_reuse.samples import members
+from prefix_reuse.transfer import PendingCopy
 
 SLIDING = 1  # layer group of a hybrid model
 WINDOW = 9
@@ -289,6 +290,42 @@ def test_what_is_given_back_was_copied_to_the_host_first():
         logits, first = e.score(text[: 4 * cut + 2], reuse=True)
         assert first == 4 * cut
         np.testing.assert_allclose(logits, scores(text[: 4 * cut + 2])[first:], atol=1e-4)
+    drained(e)
+
+
+def test_pages_are_given_back_while_their_copies_are_under_way():
+    """A13: as on a GPU, where nobody waits for copies. What lands later is published all the same, with all bytes."""
+
+    class Late(PendingCopy):
+        @property
+        def ready(self) -> bool:
+            return False
+
+    e = make()
+    e.copies_in_background = True
+    offload = e.runner.offload
+
+    def late(row_pages: Any, host_pages: Any) -> PendingCopy:
+        copy = offload(row_pages, host_pages)
+        return Late(copy.host_pages, copy.payloads)
+
+    e.runner.offload = late  # type: ignore[method-assign]
+    text = prompt(61, seed=7)
+    request = e.submit(text, SamplingParams(max_tokens=20, ignore_eos=True))
+    while e.scheduler.waiting or e.scheduler.running[0].remaining > 8:
+        e.step()
+        check(e)
+    assert len(e.offloader.pending) >= 4
+    assert e.stats().decode.window_pages_returned > 10
+    assert len(index_of(e)) == 0
+    assert {output.request_id: output.token_ids for output in run(e)} == {request: greedy(text, 20)}
+    pages = index_of(e).peek(text, e.namespace()).page_ids
+    assert len(pages) == 15
+    assert not e.store.lacking(pages).any()
+    e.drop_device_pages()
+    logits, first = e.score(np.append(text[:40], 3), reuse=True)
+    assert first == 40
+    np.testing.assert_allclose(logits, scores(np.append(text[:40], 3))[first:], atol=1e-4)
     drained(e)
 
 
