@@ -279,6 +279,7 @@ class Engine:
     def _turn(self, stream: Row | None = None) -> None:
         """One turn. `stream` is a row whose reader waits for its next token, see `_decode`."""
         self.offloader.land(wait=not self.copies_in_background or self._copies_are_missed())
+        self.runner.transfer.tidy()
         for row in self.scheduler.running:
             self.offloader.give_back(row)
         if self.config.poison:

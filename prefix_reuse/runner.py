@@ -16,6 +16,7 @@ from prefix_reuse import device_pages
 from prefix_reuse.config import EngineConfig
 from prefix_reuse.device_pool import DevicePool
 from prefix_reuse.errors import IntegrityError
+from prefix_reuse.host_part import HostPart
 from prefix_reuse.memory import device_pages_of, group_windows
 from prefix_reuse.plan import Chunk, PrefillBatch, bucket, pack_chunks, pages_for
 from prefix_reuse.programs import Programs
@@ -210,7 +211,7 @@ class DeviceRunner:
         """Starts copying device pages (per group int32 [N]; -1 = the group has none) to `host_pages`."""
         return self.transfer.offload([p.kv_pages for p in self.pools], row_pages, host_pages)
 
-    def load(self, parts: Sequence[Sequence[jax.Array]], pages: Sequence[np.ndarray]) -> None:
+    def load(self, parts: Sequence[Sequence[HostPart | np.ndarray]], pages: Sequence[np.ndarray]) -> None:
         """Copies parts of host pages (for each group [N]) into device pages (for each group int32 [N])."""
         kv = self.transfer.load([p.kv_pages for p in self.pools], parts, pages)
         self.pools = tuple(pool.replace(kv_pages=k) for pool, k in zip(self.pools, kv, strict=True))
@@ -241,7 +242,7 @@ class DeviceRunner:
     @property
     def num_programs(self) -> int:
         """How many names `warmup` yields."""
-        return 1 + len(self.prefill_buckets) + len(self.decode_buckets) + len(self.transfer.warmup_sizes())
+        return 1 + len(self.prefill_buckets) + len(self.decode_buckets) + len(self._page_moves())
 
     def warmup(self) -> Iterator[str]:
         """Compiles every bucket, yielding the name of what comes next. Runs on an engine without live rows only."""
@@ -268,14 +269,16 @@ class DeviceRunner:
             self.pools = tuple(
                 pool.replace(kv_pages=self.programs.poison(pool.kv_pages, np.int32(0))) for pool in self.pools
             )
-        for size in self.transfer.warmup_sizes():
-            yield f"page copies of {size}"
-            # Page 0 onto itself: the pool's bytes stay as they are. A pool of fewer pages repeats it.
-            pages = [np.zeros(size, np.int32) for _ in self.pools]
-            pending = self.offload(pages, np.zeros(size, np.int64))
-            pending.wait()
-            self.load(list(zip(*pending.payloads, strict=True)), pages)
+        for group, (name, move) in self._page_moves():
+            yield name
+            kv_pages = move(self.pools[group].kv_pages)
+            self.pools = (*self.pools[:group], self.pools[group].replace(kv_pages=kv_pages), *self.pools[group + 1 :])
         jax.block_until_ready(self.pools)
+
+    def _page_moves(self) -> list[tuple[int, Any]]:
+        """(group, what to run) of the page copies; groups whose pools are alike share programs."""
+        shapes = {(pool.kv_pages.shape, pool.kv_pages.dtype): group for group, pool in enumerate(self.pools)}
+        return [(g, move) for g in shapes.values() for move in self.transfer.warmups(self.pools[g].kv_pages)]
 
     def _warmup_decode(self, size: int) -> None:
         config = self.config

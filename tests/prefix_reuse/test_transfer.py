@@ -1,0 +1,161 @@
+"""Page copies: bundles, parts of bundles, single pages, numpy arrays; and the memory that bundles hold."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from prefix_reuse import transfer as module
+from prefix_reuse.errors import TransferError
+from prefix_reuse.host_part import HostPart
+from prefix_reuse.steps import CompilationCounter
+from prefix_reuse.transfer import PageTransfer, bundle_sizes, split_powers_of_two
+
+PAGES, SHAPE = 96, (2, 2, 4, 8)  # pages in the pool; KV heads, K and V, slots, head_dim
+
+
+def pool(layers: int = 3) -> jax.Array:
+    """[L, P, ...] random numbers."""
+    pages = jax.random.normal(jax.random.key(layers), (layers, PAGES, *SHAPE), jnp.float32)
+    return jax.device_put(pages, jax.devices()[0])
+
+
+@pytest.fixture(autouse=True)
+def small_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bundles of 8 and 4, so that less is compiled."""
+    monkeypatch.setattr(module, "LARGEST_COPY", 8)
+    monkeypatch.setattr(module, "SMALL_BUNDLE", 4)
+
+
+def transfer() -> PageTransfer:
+    return PageTransfer(jax.devices()[0], CompilationCounter())
+
+
+def offload(t: PageTransfer, source: jax.Array, ids: Any) -> list[HostPart]:
+    pending = t.offload([source], [np.asarray(ids, np.int32)], np.arange(len(ids)))
+    pending.wait()
+    assert pending.ready
+    parts = [page[0] for page in pending.payloads]
+    assert all(part is not None for part in parts)
+    return parts  # type: ignore[return-value]
+
+
+def test_sizes_of_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert bundle_sizes(1_572_864) == [32, 8]  # gpt-oss-20b, one group, 64 tokens
+    assert bundle_sizes(9_437_184) == [4]  # Qwen3-8B
+    assert bundle_sizes(100 << 20) == []
+    assert sum(split_powers_of_two(11)) == 11
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 9, 45])
+def test_pages_come_back_as_they_were(count: int) -> None:
+    t, source = transfer(), pool()
+    ids = np.random.default_rng(count).permutation(PAGES)[:count]
+    parts = offload(t, source, ids)
+    for part, page in zip(parts, ids, strict=True):
+        assert np.array_equal(np.asarray(part), source[:, page])
+        assert part.shape == source[:, page].shape
+        assert part.nbytes == source[:, page].nbytes
+    targets = np.random.default_rng(count + 1).permutation(PAGES)[:count]
+    want = np.full(source.shape, np.nan, np.float32)
+    want[:, targets] = np.asarray(source)[:, ids]
+    (loaded,) = t.load([jnp.full(source.shape, jnp.nan)], [parts], [targets])
+    assert np.array_equal(np.asarray(loaded), want, equal_nan=True)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_choice_of_pages_in_any_order_is_loaded(seed: int) -> None:
+    t, source, rng = transfer(), pool(), np.random.default_rng(seed)
+    ids = rng.permutation(PAGES)[:60]
+    parts = offload(t, source, ids)
+    chosen = np.sort(rng.permutation(60)[:37]) if seed % 2 else rng.permutation(60)[:37]
+    mixed: list[Any] = [parts[i] for i in chosen]
+    mixed[5] = np.asarray(mixed[5])  # restored and imported pages are numpy arrays
+    targets = rng.permutation(PAGES)[:37]
+    (loaded,) = t.load([jnp.zeros_like(source)], [mixed], [targets])
+    want = np.zeros(source.shape, np.float32)
+    want[:, targets] = np.asarray(source)[:, ids[chosen]]
+    assert np.array_equal(np.asarray(loaded), want)
+
+
+def test_a_group_without_a_page_has_no_part_and_takes_no_room() -> None:
+    t, pools = transfer(), [pool(3), pool(2)]
+    ids = [np.arange(10, dtype=np.int32), np.where(np.arange(10) % 3, np.arange(10), -1).astype(np.int32)]
+    pending = t.offload(pools, ids, np.arange(10))
+    pending.wait()
+    assert [page[1] is None for page in pending.payloads] == (ids[1] < 0).tolist()
+    for page, (full, sliding) in enumerate(pending.payloads):
+        assert full is not None
+        assert np.array_equal(np.asarray(full), pools[0][:, page])
+        if sliding is not None:
+            assert np.array_equal(np.asarray(sliding), pools[1][:, page])
+    assert sum(a.shape[0] for a in pending._arrays()) == 10 + 6
+
+
+def test_warmup_leaves_nothing_to_compile_and_the_pool_as_it_was() -> None:
+    t, source = transfer(), pool()
+    warm = pool()
+    for _, move in t.warmups(warm):
+        warm = move(warm)
+    assert np.array_equal(np.asarray(warm), np.asarray(source))
+    programs: tuple[Any, ...] = t._gather_bundle, t._gather_singles, t._load, t._load_part
+    before = [p._cache_size() for p in programs]
+    for count in (1, 2, 3, 4, 7, 8, 13, 21, 45, 90):
+        ids = np.random.default_rng(count).permutation(PAGES)[:count]
+        parts = offload(t, source, ids)
+        for first in (0, 1, count // 3):
+            (warm,) = t.load([warm], [parts[first:]], [ids[first:]])
+    singles = [offload(t, source, [page])[0] for page in range(45)]
+    (warm,) = t.load([warm], [singles], [np.arange(45)])
+    assert [p._cache_size() for p in programs] == before
+    assert np.array_equal(np.asarray(warm), np.asarray(source))
+
+
+def test_a_misshapen_part_is_refused_before_anything_is_donated() -> None:
+    t, source = transfer(), pool()
+    parts: list[Any] = [*offload(t, source, range(3)), np.zeros((1, *SHAPE), np.float32)]
+    with pytest.raises(TransferError, match="the pool needs"):
+        t.load([source], [parts], [np.arange(4)])
+    assert not source.is_deleted()
+
+
+def test_a_bundle_with_few_pages_left_is_dissolved() -> None:
+    """Memory: at most twice the bytes of the pages that are alive, once `tidy` has had its turns."""
+    t, source = transfer(), pool()
+    parts = offload(t, source, range(8))
+    bundle = parts[0].bundle
+    want = [np.array(part) for part in parts]
+    del parts[5:]
+    t.tidy()
+    assert parts[1].bundle is bundle  # more than half are alive
+    kept = parts[1], parts[4]
+    del parts
+    gc.collect()
+    assert bundle.live == 2
+    t.tidy()
+    assert bundle.live == 0
+    for part, index in zip(kept, (1, 4), strict=True):
+        assert part.bundle.array.shape[0] == 1
+        assert np.array_equal(np.asarray(part), want[index])
+    assert kept[0].bundle is not kept[1].bundle
+    (loaded,) = t.load([jnp.zeros_like(source)], [kept], [np.array([1, 2])])
+    assert np.array_equal(loaded[:, 1:3], source[:, [1, 4]])
+    assert t.bundles.dissolve() == 0
+
+
+def test_a_copy_of_a_part_is_its_own_memory() -> None:
+    t, source = transfer(), pool()
+    parts = offload(t, source, range(8))
+    (twin,) = copy.deepcopy((parts[4],))
+    assert twin.bundle is not parts[4].bundle
+    assert twin.bundle.array.shape[0] == 1
+    assert np.array_equal(np.asarray(twin), np.asarray(parts[4]))
+    assert np.array_equal(twin[1], np.asarray(parts[4])[1])
+    assert not np.shares_memory(np.asarray(twin), np.asarray(parts[4]))
