@@ -96,7 +96,7 @@ class Bundles:
         return self.of(jax.device_put(array[None], self.host))[0]
 
     def dissolve(self) -> int:
-        """Gives what is left of one sparse bundle arrays of its own, so that its memory is freed. Returns the number of parts."""
+        """Gives what is left of a sparse bundle arrays of its own, so that its memory is freed. Returns the number of parts."""
         moved = 0
         while self.sparse and not moved:
             bundle = self.sparse.pop()

@@ -31,7 +31,7 @@ BUNDLE_BYTES = 48 << 20
 SMALL_BUNDLE = 8
 """Pages that are bundled where there are too few for a whole bundle."""
 LARGEST_COPY = 32
-"""Pages in one bundle, and single pages in one jitted call, at most; larger moves are split, so that few shapes are compiled."""
+"""Pages in one bundle, and single pages in one jitted call, at most; larger moves are split: few shapes are compiled."""
 WHOLE_BUNDLES = 4
 """Whole bundles loaded in one call: the next one is on the link while the pages of one are written into the pool."""
 
