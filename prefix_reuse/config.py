@@ -27,7 +27,7 @@ class EngineConfig:
     """Pages in the host store."""
     max_host_bytes: int | None = None
     """Bytes of the host store at most; lowers `num_host_pages`. None = no cap in bytes. Pages that were copied together share a
-    buffer, which is freed with its last page and rewritten once half of them are gone: buffers may take twice their pages' bytes."""
+    buffer, freed with its last page and rewritten once half of them are gone: buffers may take twice their pages' bytes."""
     max_rows: int = 8
     """Sequences that hold device pages at once (rows of the page table)."""
     max_context: int | None = None
