@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels import gather_pages
+from pallas_kernels import gather_pages, scatter_pages
 from prefix_reuse.errors import TransferError
 from prefix_reuse.host_part import Bundles, HostPart
 from prefix_reuse.steps import CompilationCounter
@@ -33,7 +33,7 @@ SMALL_BUNDLE = 8
 LARGEST_COPY = 32
 """Pages in one bundle, and single pages in one jitted call, at most; larger moves are split: few shapes are compiled."""
 WHOLE_BUNDLES = 4
-"""Whole bundles loaded in one call: the next one is on the link while the pages of one are written into the pool."""
+"""Whole bundles of one call: one is gathered, or written into the pool, while another is on the link."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,14 @@ class PageTransfer:
 
     def __init__(self, device: Any, counter: CompilationCounter):
         host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
-        self._gather_bundle = jax.jit(counter.traced("offload_pages", gather_pages), out_shardings=host)
+        # Lets a bundle be gathered while the one before it is on the link.
+        overlap = {"xla_gpu_enable_latency_hiding_scheduler": True} if device.platform == "gpu" else None
+        self._gather_bundles = jax.jit(
+            counter.traced("offload_pages", _gather_bundles),
+            out_shardings=host,
+            static_argnums=2,
+            compiler_options=overlap,
+        )
         self._gather_singles = jax.jit(
             counter.traced("offload_pages", _gather_singles), out_shardings=host, static_argnums=2
         )
@@ -112,9 +119,10 @@ class PageTransfer:
     def _offload(self, pool: jax.Array, ids: np.ndarray) -> list[HostPart]:
         parts: list[HostPart] = []
         for size in bundle_sizes(_part_bytes(pool)):
-            while len(ids) - len(parts) >= size:
-                here = ids[len(parts) : len(parts) + size]
-                parts += self.bundles.of(self._gather_bundle(pool, here))
+            for count in _calls(size, (len(ids) - len(parts)) // size):
+                here = ids[len(parts) : len(parts) + size * count]
+                for array in self._gather_bundles(pool, here, size):
+                    parts += self.bundles.of(array)
         for size in split_powers_of_two(len(ids) - len(parts)):
             here = ids[len(parts) : len(parts) + size]
             for array in self._gather_singles(pool, here, size):
@@ -186,7 +194,8 @@ class PageTransfer:
     def _warmup_bundles(self, pool: jax.Array, size: int) -> jax.Array:
         """Whole ones, and every power of two of a bundle's pages."""
         ids = np.zeros(size * WHOLE_BUNDLES, np.int32)
-        parts = [p for _ in range(WHOLE_BUNDLES) for p in self.bundles.of(self._gather_bundle(pool, ids[:size]))]
+        self._gather_bundles(pool, ids[:size], size)
+        parts = [p for array in self._gather_bundles(pool, ids, size) for p in self.bundles.of(array)]
         moves = [parts, parts[:size], *(parts[1 << i : 2 << i] for i in range((size // 2).bit_length()))]
         for some in moves:
             pool = self._load_group(pool, some, ids[: len(some)])
@@ -234,13 +243,18 @@ def _calls(size: int, count: int) -> list[int]:
     return [WHOLE_BUNDLES] * (count // WHOLE_BUNDLES) + [1] * (count % WHOLE_BUNDLES)
 
 
+def _gather_bundles(pool: jax.Array, ids: jax.Array, size: int) -> list[jax.Array]:
+    """Arrays `[size, L, *page_shape]`."""
+    return [gather_pages(pool, ids[i : i + size]) for i in range(0, ids.shape[0], size)]
+
+
 def _gather_singles(pool: jax.Array, ids: jax.Array, size: int) -> list[jax.Array]:
     """`size` arrays `[1, L, *page_shape]`."""
     return [jax.lax.dynamic_index_in_dim(pool, ids[i], axis=1, keepdims=False)[None] for i in range(size)]
 
 
 def _load(pool: jax.Array, ids: jax.Array, arrays: tuple[jax.Array, ...]) -> jax.Array:
-    """Donates `pool`. Page by page, so that an array is written into the pool while the next is on the link."""
+    """Donates `pool`. Array by array, so that one is written into the pool while the next is on the link."""
     each = arrays[0].shape[0]
     for i, array in enumerate(arrays):
         pool = _write(pool, ids[i * each : (i + 1) * each], array)
@@ -254,6 +268,6 @@ def _load_part(pool: jax.Array, ids: jax.Array, array: jax.Array, start: jax.Arr
 
 def _write(pool: jax.Array, ids: jax.Array, pages: jax.Array) -> jax.Array:
     here = jax.device_put(pages, jax.memory.Space.Device)
-    for i in range(ids.shape[0]):
-        pool = jax.lax.dynamic_update_index_in_dim(pool, here[i], ids[i], axis=1)
-    return pool
+    if ids.shape[0] == 1:
+        return jax.lax.dynamic_update_index_in_dim(pool, here[0], ids[0], axis=1)
+    return scatter_pages(pool, ids, here)

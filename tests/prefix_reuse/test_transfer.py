@@ -105,7 +105,7 @@ def test_warmup_leaves_nothing_to_compile_and_the_pool_as_it_was() -> None:
     for _, move in t.warmups(warm):
         warm = move(warm)
     assert np.array_equal(np.asarray(warm), np.asarray(source))
-    programs: tuple[Any, ...] = t._gather_bundle, t._gather_singles, t._load, t._load_part
+    programs: tuple[Any, ...] = t._gather_bundles, t._gather_singles, t._load, t._load_part
     before = [p._cache_size() for p in programs]
     for count in (1, 2, 3, 4, 7, 8, 13, 21, 45, 90):
         ids = np.random.default_rng(count).permutation(PAGES)[:count]
