@@ -8,6 +8,8 @@ from pallas_kernels.copy_pages.api import scatter_pages as scatter_pages
 from pallas_kernels.dispatch import available_implementations as available_implementations
 from pallas_kernels.dispatch import dispatch_report as dispatch_report
 from pallas_kernels.dispatch import reset_dispatch_report as reset_dispatch_report
+from pallas_kernels.grouped_matmul.api import grouped_matmul as grouped_matmul
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4 as Mxfp4
 from pallas_kernels.layout import LayerGroup as LayerGroup
 from pallas_kernels.layout import page_bytes as page_bytes
 from pallas_kernels.layout import page_shape as page_shape

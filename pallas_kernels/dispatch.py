@@ -31,6 +31,7 @@ PREFERENCE: dict[str, tuple[str, tuple[str, ...]]] = {
     "append_kv": ("append_kv", ("triton", "reference")),
     "add_rms_norm": ("add_rms_norm", ("triton", "reference")),
     "qkv_rope": ("qkv_rope", ("triton", "reference")),
+    "grouped_matmul": ("grouped_matmul", ("triton", "reference")),
     "gather_pages": ("copy_pages", ("triton", "reference")),
     "scatter_pages": ("copy_pages", ("triton", "reference")),
     "copy_within": ("copy_pages", ("triton", "reference")),

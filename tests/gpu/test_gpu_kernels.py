@@ -7,7 +7,12 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels.layout import pool_shape
-from pallas_kernels.testing import AppendKVTests, PagedDecodeAttentionTests, RaggedPagedAttentionTests
+from pallas_kernels.testing import (
+    AppendKVTests,
+    GroupedMatmulTests,
+    PagedDecodeAttentionTests,
+    RaggedPagedAttentionTests,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -17,6 +22,10 @@ class TestDispatchedPrefill(RaggedPagedAttentionTests):
 
 
 class TestDispatchedDecode(PagedDecodeAttentionTests):
+    implementation = None  # type: ignore[assignment]
+
+
+class TestDispatchedGroupedMatmul(GroupedMatmulTests):
     implementation = None  # type: ignore[assignment]
 
 

@@ -15,8 +15,8 @@ import pallas_kernels as pk
 from pallas_kernels import pallas_gpu
 
 MODULES = (
-    "add_rms_norm", "append_kv", "copy_pages", "paged_decode_attention", "qkv_rope", "ragged_paged_attention",
-    "shared_prefix_attention",
+    "add_rms_norm", "append_kv", "copy_pages", "grouped_matmul", "paged_decode_attention", "qkv_rope",
+    "ragged_paged_attention", "shared_prefix_attention",
 )  # fmt: skip
 LENS, Q_LENS = [0, 1, 16, 100, 128, 33], [0, 1, 3, 37, 128, 1]
 

@@ -1,0 +1,53 @@
+"""XLA implementation of grouped_matmul: a loop over tiles, each times the weight of its group.
+
+XLA's own `ragged_dot` multiplies every row by every group's weight on a CPU: at SmolLM2's width (8 experts, 2 a token) this
+loop is 9 times faster for one token and 4 times for 512.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
+from pallas_kernels.grouped_matmul.plan import plan_tiles
+from pallas_kernels.pallas_gpu import power_of_two
+
+LEAST_ROWS, FIXED_ROWS, MOST_ROWS = 8, 16, 32
+
+
+def grouped_matmul(
+    x: jax.Array,
+    weight: jax.Array | Mxfp4,
+    group_sizes: jax.Array,
+    *,
+    bias: jax.Array | None,
+    fixed_tile: bool,
+) -> jax.Array:
+    """See `api.grouped_matmul`."""
+    num_rows, (groups, out, _) = x.shape[0], weight.shape
+    block = FIXED_ROWS if fixed_tile else min(max(power_of_two(num_rows // groups), LEAST_ROWS), MOST_ROWS)
+    plan = plan_tiles(group_sizes, num_rows, block)
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+
+    def tile(number: jax.Array, y: jax.Array) -> jax.Array:
+        group = jnp.minimum(plan.group[number], groups - 1)
+        rows = plan.begin[number] + jnp.arange(block, dtype=jnp.int32)
+        own = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, group, keepdims=False), weight)
+        own = own.values(_exact(x.dtype)) if isinstance(own, Mxfp4) else own
+        lhs = x[jnp.minimum(rows, num_rows - 1)].astype(own.dtype)
+        product = jax.lax.dot_general(
+            lhs, own, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+        )
+        if bias is not None:
+            product = product + bias[group].astype(jnp.float32)
+        return y.at[jnp.where(rows < plan.end[number], rows, num_rows)].set(product.astype(x.dtype), mode="drop")
+
+    padding = (plan.group[: plan.group.shape[0]] == groups) & (plan.begin < plan.end)
+    used = plan.used - jnp.sum(padding, dtype=jnp.int32)
+    return jax.lax.fori_loop(0, used, tile, jnp.zeros((num_rows, out), x.dtype))
+
+
+def _exact(dtype: jax.typing.DTypeLike) -> jnp.dtype:
+    """What MXFP4 weights are multiplied in: x's dtype, float32 for float16, whose range is too small for the scales."""
+    return jnp.dtype(jnp.float32) if jnp.dtype(dtype) == jnp.float16 else jnp.dtype(dtype)

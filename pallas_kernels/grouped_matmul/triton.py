@@ -1,0 +1,233 @@
+"""Pallas-Triton implementation of grouped_matmul: one program for each tile of rows of one group times a tile of outputs.
+
+A program walks the columns from first to last with one accumulator. Which tile has which rows is computed on the device
+(`plan.py`); programs of unused tiles end at once. An MXFP4 tile is read packed and unpacked in registers, two codes at a
+time (see `mxfp4.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, CODES, WORDS, Mxfp4, value_of
+from pallas_kernels.grouped_matmul.plan import count_tiles, plan_tiles
+from pallas_kernels.pallas_gpu import dot, interpret_here, power_of_two, triton_call, tuned
+
+FIXED_ROWS = 64
+DEFAULTS = {
+    "bfloat16 M16": {"block_n": 32, "block_k": 128, "num_warps": 4, "num_stages": 4},
+    "bfloat16 M32": {"block_n": 64, "block_k": 64, "num_warps": 4, "num_stages": 4},
+    "bfloat16 M64": {"block_n": 128, "block_k": 64, "num_warps": 4, "num_stages": 3},
+    "bfloat16 M128": {"block_n": 128, "block_k": 64, "num_warps": 8, "num_stages": 3},
+    "mxfp4 M16": {"block_n": 64, "block_k": 256, "num_warps": 4, "num_stages": 3, "swap": 1},
+    "mxfp4 M32": {"block_n": 64, "block_k": 128, "num_warps": 4, "num_stages": 3, "swap": 1},
+    "mxfp4 M64": {"block_n": 128, "block_k": 128, "num_warps": 4, "num_stages": 3, "swap": 1},
+    "mxfp4 M128": {"block_n": 128, "block_k": 128, "num_warps": 8, "num_stages": 3, "swap": 1},
+    "float32": {"block_n": 64, "block_k": 32, "num_warps": 4, "num_stages": 2},
+}
+
+
+def grouped_matmul(
+    x: jax.Array,
+    weight: jax.Array | Mxfp4,
+    group_sizes: jax.Array,
+    *,
+    bias: jax.Array | None,
+    fixed_tile: bool,
+    config: dict[str, int] | None = None,
+) -> jax.Array:
+    """See `api.grouped_matmul`; `config` overrides the tuned launch parameters.
+
+    These are: `block_m` rows, `block_n` outputs and `block_k` columns of a tile; `num_warps`, `num_stages`; `swap`: the
+    weight is the left operand of the tensor cores, which on Hopper can come from registers; `group_m`: tiles of rows that go
+    through the outputs together.
+    """
+    packed = isinstance(weight, Mxfp4)
+    if packed and x.dtype == jnp.float16:
+        raise NotImplementedError("MXFP4 weights of float16 activations: their range is too small for the scales.")
+    for name, array in (("blocks", weight.blocks),) if packed else (("weight", weight),):
+        if array.size >= 2**31:
+            raise NotImplementedError(f"{name} of {array.size} elements need 64-bit offsets.")
+    block_m = rows_of_tile(x.shape[0], weight.shape[0], fixed_tile)
+    if config is not None:
+        block_m = config.get("block_m", block_m)
+    kind = "mxfp4" if packed else "bfloat16" if x.dtype.itemsize == 2 else "float32"
+    default = DEFAULTS["float32"] if x.dtype == jnp.float32 else DEFAULTS[f"{kind} M{min(block_m, 128)}"]
+    key = f"{kind} {'fixed' if fixed_tile else f'M{block_m}'}"
+    chosen = {"block_m": block_m, **tuned("grouped_matmul.triton", key, default), **(config or {})}
+    return _matmul(x, weight, group_sizes, bias, interpret=interpret_here(), config=tuple(sorted(chosen.items())))
+
+
+def rows_of_tile(num_rows: int, num_groups: int, fixed: bool) -> int:
+    """Rows of a tile for so many rows of all groups: twice the mean, so that few groups need a second tile."""
+    return FIXED_ROWS if fixed else min(max(power_of_two(-(-2 * num_rows // num_groups)), 16), 128)
+
+
+@functools.partial(jax.jit, static_argnames=("interpret", "config"))
+def _matmul(x, weight, group_sizes, bias, *, interpret, config):
+    options = dict(config)
+    (num_rows, columns), (groups, out, _) = x.shape, weight.shape
+    packed = isinstance(weight, Mxfp4)
+    plan = plan_tiles(group_sizes, num_rows, options["block_m"])
+    tiles = count_tiles(num_rows, groups, options["block_m"])
+    arrays = (x, weight.blocks, weight.scales) if packed else (x, weight)
+    inputs = (plan.group, plan.begin, plan.end, *arrays, *(() if bias is None else (bias,)))
+    kernel = functools.partial(
+        _kernel,
+        tiles=tiles,
+        groups=groups,
+        packed=packed,
+        has_bias=bias is not None,
+        block_m=options["block_m"],
+        block_n=options["block_n"],
+        block_k=min(options["block_k"], max(power_of_two(columns), 2 * BLOCK if packed else 16)),
+        swap=bool(options.get("swap", 0)),
+        early=_early(**options),
+        ahead=options.get("group_m", 8),
+        interpret=interpret,
+    )
+    return triton_call(
+        kernel,
+        grid=(tiles * pl.cdiv(out, options["block_n"]),),
+        out_shape=jax.ShapeDtypeStruct((num_rows, out), x.dtype),
+        num_inputs=len(inputs),
+        num_warps=options["num_warps"],
+        num_stages=options["num_stages"],
+        interpret=interpret,
+        name="grouped_matmul",
+    )(*inputs)
+
+
+def _kernel(
+    group_ref, begin_ref, end_ref, x_ref, *refs,
+    tiles, groups, packed, has_bias, block_m, block_n, block_k, swap, early, ahead, interpret,
+):  # fmt: skip
+    """`block_m` rows of one group times `block_n` of its outputs."""
+    *weight_refs, out_ref = refs
+    bias_ref = weight_refs.pop() if has_bias else None
+    num_rows, columns = x_ref.shape
+    num_outputs = out_ref.shape[1]
+    tile, number = _place(pl.program_id(0), tiles, pl.cdiv(num_outputs, block_n), ahead)
+    group, begin, end = group_ref[tile], begin_ref[tile], end_ref[tile]
+    row, output = begin + jnp.arange(block_m, dtype=jnp.int32), number * block_n + jnp.arange(block_n, dtype=jnp.int32)
+
+    def across(rows, outputs):
+        """Both as axes of the accumulator, which `swap` turns."""
+        return (rows[None, :], outputs[:, None]) if swap else (rows[:, None], outputs[None, :])
+
+    def store(values):
+        live_row, live_output = across(row < end, output < num_outputs)
+        pltriton.store(out_ref.at[across(row, output)], values, mask=live_row & live_output)
+
+    shape = (block_n, block_m) if swap else (block_m, block_n)
+
+    @pl.when((begin < end) & (group == groups))
+    def _():
+        store(jnp.zeros(shape, out_ref.dtype))
+
+    @pl.when((begin < end) & (group < groups))
+    def _():
+        # Rows and outputs past the end are computed from the last one and not stored: cheaper than masks.
+        x_row, w_row = jnp.minimum(row, num_rows - 1)[:, None], jnp.minimum(output, num_outputs - 1)[:, None]
+        read = functools.partial(_read, columns=columns, block_k=block_k)
+
+        def dense(step, acc):
+            column = step * block_k + jnp.arange(block_k, dtype=jnp.int32)
+            x = read(x_ref.at[x_row, column[None, :]], block_m, column)
+            w = read(weight_refs[0].at[group, w_row, column[None, :]], block_n, column)
+            return acc + (dot(w, x, trans_b=True) if swap else dot(x, w, trans_b=True))
+
+        def scales_of(step):
+            block = step * (block_k // BLOCK) + jnp.arange(block_k // BLOCK, dtype=jnp.int32)
+            return pltriton.load(weight_refs[1].at[group, w_row, block[None, :]])  # rows are padded: no mask
+
+        def mxfp4(step, carry):
+            acc, scales = carry
+            word = step * (block_k // CODES) + jnp.arange(block_k // CODES, dtype=jnp.int32)
+            # lax.div and lax.rem, not // and %: what those add for negative numbers hides that columns are neighbours.
+            column = jax.lax.div(word, WORDS) * BLOCK + jax.lax.rem(word, WORDS)
+            words = read(weight_refs[0].at[group, w_row, word[None, :]], block_n, column)
+            after = scales_of(jnp.minimum(step + 1, steps - 1)) if early else ()
+            factor = _factor(scales if early else scales_of(step))
+            factor = jnp.broadcast_to(factor[:, :, None], (*factor.shape, WORDS)).reshape(words.shape)
+            for place in range(CODES):
+                x = read(x_ref.at[x_row, (column + WORDS * place)[None, :]], block_m, column)
+                w = _unpack(words, factor, place, interpret).astype(x.dtype)
+                acc = acc + (dot(w, x, trans_b=True) if swap else dot(x, w, trans_b=True))
+            return acc, after
+
+        steps, acc = pl.cdiv(columns, block_k), jnp.zeros(shape, jnp.float32)
+        if packed:
+            acc, _ = jax.lax.fori_loop(0, steps, mxfp4, (acc, scales_of(0) if early else ()))
+        else:
+            acc = jax.lax.fori_loop(0, steps, dense, acc)
+        if bias_ref is not None:
+            bias = pltriton.load(bias_ref.at[group, jnp.minimum(output, num_outputs - 1)])
+            acc = acc + across(row, bias.astype(jnp.float32))[1]
+        store(acc.astype(out_ref.dtype))
+
+
+def _early(*, block_n, block_k, num_warps, **_):
+    """Whether a step loads the next one's scales: where a thread's share is too small to be copied ahead by itself."""
+    return block_n * block_k // BLOCK < 4 * 32 * num_warps
+
+
+def _place(program, tiles, numbers, ahead):
+    """(tile of rows, tile of outputs): `ahead` tiles of rows go through the outputs together, to share them in the L2."""
+    first = jax.lax.div(program, ahead * numbers) * ahead
+    height = jnp.minimum(tiles - first, ahead)
+    inside = jax.lax.rem(program, ahead * numbers)
+    return first + jax.lax.rem(inside, height), jax.lax.div(inside, height)
+
+
+def _read(ref, rows, column, *, columns, block_k):
+    """A tile of `rows` rows whose columns past the end are zero."""
+    if columns % block_k == 0:
+        return pltriton.load(ref)
+    mask = jnp.broadcast_to((column < columns)[None, :], (rows, column.shape[0]))
+    return pltriton.load(ref, mask=mask, other=0)
+
+
+def _factor(scales):
+    """bfloat16 `2 ** (scale - 1)`: weights over what `_unpack` makes of their codes."""
+    return jax.lax.bitcast_convert_type((scales.astype(jnp.uint16) + 126) << 7, jnp.bfloat16)
+
+
+def _unpack(words, factor, place, interpret):
+    """Weights of one place of each word, bf16 of the words' shape.
+
+    Exponent and mantissa are moved to where bfloat16 has the lowest bits of its exponent and the highest of its mantissa (bits
+    8 to 6), the sign to bit 15: `2 ** -126` times the code's value. One half is then denormal, as it was: one rule for all.
+    """
+    if interpret:
+        return value_of(words, place) * (factor * jnp.asarray(2.0**-126, factor.dtype))
+    sign, rest = _shifts(place)
+    move = f"shl.b32 e, $1, {rest};" if rest > 0 else f"shr.b32 e, $1, {-rest};"
+    (codes,) = pltriton.elementwise_inline_asm(
+        f"{{ .reg .b32 e, s; {move} and.b32 e, e, {_REST}; shl.b32 s, $1, {sign}; and.b32 s, s, {_SIGN}; or.b32 $0, e, s; }}",
+        args=[words],
+        constraints="=r,r",
+        pack=2,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.bfloat16)],
+    )
+    return codes * factor
+
+
+_SIGN, _REST = 0x80008000, 0x01C001C0
+
+
+def _shifts(place):
+    """Bits to the left that a code's sign has to go, and the rest of it."""
+    return 12 - 4 * place, 6 - 4 * place
+
+
+def place_codes(register, place):
+    """What the PTX of `_unpack` does to a register of two words, in numpy, to be tested without a GPU."""
+    sign, rest = _shifts(place)
+    moved = register << rest if rest > 0 else register >> -rest
+    return moved & _REST | register << sign & _SIGN
