@@ -4,7 +4,7 @@
 
 T tokens choose their experts at random. A chain walks through ROUTINGS choices and enough copies of the weights that no call
 finds its own in the L2. `ms` is wall time per call of a jitted loop (median, least and most of REPEATS differences between a
-long and a short one), `kernel_ms` the kernel alone by the profiler. The limit is the larger of bytes over 4.5 TB/s (weights of
+long and a short one; it includes the plan and two microseconds of adding up), `kernel_ms` the kernel alone by the profiler. The limit is the larger of bytes over 4.5 TB/s (weights of
 the experts that have rows, x and y, each once) and operations over 700 TFLOP/s. Every timed launch is compared with a float32
 oracle on its own output; `--check` does that alone, with NaN in the weights of experts without rows.
 """
@@ -131,16 +131,22 @@ def calls_of(case: Case, tokens: int) -> dict[str, Any]:
 
 
 def compile_chain(call: Any, turns: int, x: Any, weights: Any, sizes: Any) -> Any:
-    """A program of `n` walks through the last `turns` routings, n traced, that returns the last result."""
+    """A program of `n` walks through the last `turns` routings, n traced: the last result, and a sum over all calls.
+
+    The sum takes a row of every result, since XLA drops a call whose result nobody uses.
+    """
 
     def chain(n, x, weights, sizes):
-        def walk(number, y):
-            del y
+        def walk(number, carry):
+            y, total = carry
             for weight in weights:
                 y = call(x, weight, sizes[number % turns + ROUTINGS - turns])
-            return y
+                total = total + y[0].astype(jnp.float32)
+            return y, total
 
-        return jax.lax.fori_loop(0, n * turns, walk, jnp.zeros((x.shape[0], weights[0].shape[1]), x.dtype))
+        out = weights[0].shape[1]
+        empty = jnp.zeros((x.shape[0], out), x.dtype), jnp.zeros(out, jnp.float32)
+        return jax.lax.fori_loop(0, n * turns, walk, empty)
 
     return jax.jit(chain).lower(jnp.int32(1), x, weights, sizes).compile()
 
@@ -161,6 +167,9 @@ def time_chain(chain: Any, args: Any, calls: int) -> dict[str, Any]:
     kernels = kernel_times(lambda: jax.block_until_ready(chain(jnp.int32(SHORT), *args)))
     each = {name: ms / calls for name, (ms, _) in kernels.items()}
     own = sum(ms for name, ms in each.items() if "grouped_matmul" in name)
+    launches = sum(count for name, (_, count) in kernels.items() if "grouped_matmul" in name)
+    if launches not in (0, SHORT * calls):
+        raise RuntimeError(f"{launches} launches of {SHORT * calls} calls: times per call would be wrong")
     row = {
         "ms": statistics.median(times),
         "ms_min": times[0],
@@ -270,7 +279,7 @@ def measure(case: Case, tokens: int, weights: Any, report: Any, deadline: float)
             chain = future.result()
             row = time_chain(chain, args, turns[label] * len(weights))
             row["of_limit"] = limit / row["kernel_ms"]
-            row["error_over_bar"] = error_of(chain(jnp.int32(1), *args), x, weights[-1], routings[-1])
+            row["error_over_bar"] = error_of(chain(jnp.int32(1), *args)[0], x, weights[-1], routings[-1])
             row |= {"limit_ms": limit, "MB": moved / 1e6, "GFLOP": operations / 1e9}
             row |= {"TBps": moved / row["kernel_ms"] / 1e9, "TFLOPs": operations / row["kernel_ms"] / 1e9}
         except Exception as error:

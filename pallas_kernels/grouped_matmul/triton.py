@@ -20,12 +20,12 @@ from pallas_kernels.pallas_gpu import dot, interpret_here, power_of_two, triton_
 
 FIXED_ROWS = 64
 DEFAULTS = {
-    "bfloat16 M16": {"block_n": 32, "block_k": 128, "num_warps": 4, "num_stages": 4},
-    "bfloat16 M32": {"block_n": 64, "block_k": 64, "num_warps": 4, "num_stages": 4},
+    "bfloat16 M16": {"block_n": 64, "block_k": 128, "num_warps": 4, "num_stages": 4, "swap": 1},
+    "bfloat16 M32": {"block_n": 64, "block_k": 128, "num_warps": 4, "num_stages": 4, "swap": 1},
     "bfloat16 M64": {"block_n": 128, "block_k": 64, "num_warps": 4, "num_stages": 3},
     "bfloat16 M128": {"block_n": 128, "block_k": 64, "num_warps": 8, "num_stages": 3},
-    "mxfp4 M16": {"block_n": 64, "block_k": 256, "num_warps": 4, "num_stages": 3, "swap": 1},
-    "mxfp4 M32": {"block_n": 64, "block_k": 128, "num_warps": 4, "num_stages": 3, "swap": 1},
+    "mxfp4 M16": {"block_n": 64, "block_k": 128, "num_warps": 4, "num_stages": 4},
+    "mxfp4 M32": {"block_n": 64, "block_k": 128, "num_warps": 4, "num_stages": 4},
     "mxfp4 M64": {"block_n": 128, "block_k": 128, "num_warps": 4, "num_stages": 3, "swap": 1},
     "mxfp4 M128": {"block_n": 128, "block_k": 128, "num_warps": 8, "num_stages": 3, "swap": 1},
     "float32": {"block_n": 64, "block_k": 32, "num_warps": 4, "num_stages": 2},
