@@ -4,9 +4,10 @@
 
 T tokens choose their experts at random. A chain walks through ROUTINGS choices and enough copies of the weights that no call
 finds its own in the L2. `ms` is wall time per call of a jitted loop (median, least and most of REPEATS differences between a
-long and a short one; it includes the plan and two microseconds of adding up), `kernel_ms` the kernel alone by the profiler. The limit is the larger of bytes over 4.5 TB/s (weights of
-the experts that have rows, x and y, each once) and operations over 700 TFLOP/s. Every timed launch is compared with a float32
-oracle on its own output; `--check` does that alone, with NaN in the weights of experts without rows.
+long and a short one), the plan of tiles and adding up a row of each result included; `kernel_ms` the kernel alone by the
+profiler. The limit is the larger of bytes over 4.5 TB/s (weights of the experts that have rows, x and y, each once) and
+operations over 700 TFLOP/s. Every timed launch is compared with a float32 oracle on its own output; `--check` does that alone,
+with NaN in the weights of experts without rows.
 """
 
 from __future__ import annotations

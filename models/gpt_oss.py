@@ -2,14 +2,15 @@
 
     tokens -> embed -> [norm -> attention with sinks -> + -> norm -> experts -> +] x L -> norm -> hidden -> unembed
 
-Three layouts can be read: transformers' bfloat16, transformers' MXFP4 (as released) and OpenAI's `original/`.
+Three layouts can be read: transformers' bfloat16, transformers' MXFP4 (as released) and OpenAI's `original/`. Weights of
+experts that are stored as MXFP4 stay MXFP4 in device memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -50,6 +51,7 @@ class GptOssConfig:
         tied: the unembedding is the embedding.
         dtype: dtype of weights, activations and KV.
         layout: how the checkpoint stores the weights: "bf16", "mxfp4" or "original".
+        dequantise: expand MXFP4 weights of experts to `dtype` while loading.
     """
 
     vocab_size: int
@@ -69,6 +71,12 @@ class GptOssConfig:
     tied: bool = False
     dtype: Any = jnp.bfloat16
     layout: str = "bf16"
+    dequantise: bool = False
+
+    @property
+    def packed(self) -> bool:
+        """Whether weights of experts are MXFP4 in device memory; not beside float16, which is too small for their scales."""
+        return self.layout != "bf16" and not self.dequantise and jnp.dtype(self.dtype) != jnp.float16
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], dtype: Any = None) -> GptOssConfig:
@@ -129,10 +137,8 @@ def _plan_hf(c: GptOssConfig) -> Params:
     def layer(i: int) -> dict[str, Source]:
         attn, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
         rows = {"q": c.num_heads * c.head_dim, "k": c.num_kv_heads * c.head_dim, "v": c.num_kv_heads * c.head_dim}
-        experts = _mxfp4 if c.layout == "mxfp4" else _transposed
-        packed = c.layout == "mxfp4"
         gate_up, down = f"{mlp}experts.gate_up_proj", f"{mlp}experts.down_proj"
-        parts = ("_blocks", "_scales") if packed else ("",)
+        experts = partial(_mxfp4, c, ("_blocks", "_scales")) if c.layout == "mxfp4" else _transposed
         return {
             "attn_norm": norm(f"model.layers.{i}.input_layernorm.weight", c.hidden_size),
             "qkv": stacked_rows(*(matrix(f"{attn}{n}_proj.weight", r, c.hidden_size) for n, r in rows.items())),
@@ -143,9 +149,9 @@ def _plan_hf(c: GptOssConfig) -> Params:
             "mlp_norm": norm(f"model.layers.{i}.post_attention_layernorm.weight", c.hidden_size),
             "router": matrix(mlp + "router.weight", c.num_experts, c.hidden_size),
             "router_bias": vector(mlp + "router.bias", c.num_experts),
-            "gate_up": _gate_first(experts(gate_up, parts, c.num_experts, 2 * c.intermediate_size, c.hidden_size)),
+            "gate_up": _gate_first(experts(gate_up, c.num_experts, 2 * c.intermediate_size, c.hidden_size)),
             "gate_up_bias": _gate_first(matrix(gate_up + "_bias", c.num_experts, 2 * c.intermediate_size)),
-            "down": experts(down, parts, c.num_experts, c.hidden_size, c.intermediate_size),
+            "down": experts(down, c.num_experts, c.hidden_size, c.intermediate_size),
             "down_bias": matrix(down + "_bias", c.num_experts, c.hidden_size),
         }
 
@@ -163,8 +169,7 @@ def _plan_original(c: GptOssConfig) -> Params:
     def layer(i: int) -> dict[str, Source]:
         attn, mlp = f"block.{i}.attn.", f"block.{i}.mlp."
         qkv_rows, q_rows = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.num_heads * c.head_dim
-        parts = (".blocks", ".scales")
-        mlp1 = _mxfp4(mlp + "mlp1_weight", parts, c.num_experts, 2 * c.intermediate_size, c.hidden_size)
+        experts = partial(_mxfp4, c, (".blocks", ".scales"))
         return {
             "attn_norm": norm(attn + "norm.scale", c.hidden_size),
             "qkv": matrix(attn + "qkv.weight", qkv_rows, c.hidden_size),
@@ -175,9 +180,9 @@ def _plan_original(c: GptOssConfig) -> Params:
             "mlp_norm": norm(mlp + "norm.scale", c.hidden_size),
             "router": matrix(mlp + "gate.weight", c.num_experts, c.hidden_size),
             "router_bias": vector(mlp + "gate.bias", c.num_experts),
-            "gate_up": _gate_first(mlp1),
+            "gate_up": _gate_first(experts(mlp + "mlp1_weight", c.num_experts, 2 * c.intermediate_size, c.hidden_size)),
             "gate_up_bias": _gate_first(matrix(mlp + "mlp1_bias", c.num_experts, 2 * c.intermediate_size)),
-            "down": _mxfp4(mlp + "mlp2_weight", parts, c.num_experts, c.hidden_size, c.intermediate_size),
+            "down": experts(mlp + "mlp2_weight", c.num_experts, c.hidden_size, c.intermediate_size),
             "down_bias": matrix(mlp + "mlp2_bias", c.num_experts, c.hidden_size),
         }
 
@@ -189,33 +194,34 @@ def _plan_original(c: GptOssConfig) -> Params:
     }
 
 
-def _transposed(name: str, parts: Sequence[str], experts: int, rows: int, columns: int) -> Source:
+def _transposed(name: str, experts: int, rows: int, columns: int) -> Source:
     """Expert weights [E, out, in] of a tensor [E, in, out]."""
-    stored = ((name + parts[0], (experts, columns, rows)),)
+    stored = ((name, (experts, columns, rows)),)
     return Source((experts, rows, columns), stored, lambda arrays: arrays[0].swapaxes(1, 2), fan_in=columns)
 
 
-def _mxfp4(name: str, parts: Sequence[str], experts: int, rows: int, columns: int) -> Source:
-    """Expert weights [E, out, in] of packed ones, which are stored that way round; dequantised while loading."""
+def _mxfp4(c: GptOssConfig, parts: tuple[str, str], name: str, experts: int, rows: int, columns: int) -> Source:
+    """Expert weights [E, out, in] of packed ones, which are stored that way round."""
     blocks, scales = (experts, rows, columns // BLOCK, BLOCK // 2), (experts, rows, columns // BLOCK)
 
-    def build(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    def expanded(arrays: Sequence[np.ndarray]) -> np.ndarray:
         # An expert at a time, in bfloat16, which holds every product of a 4-bit float and a power of two exactly.
         return np.stack([dequantise(b, s).astype(jnp.bfloat16) for b, s in zip(*arrays, strict=True)])
 
     stored = ((name + parts[0], blocks), (name + parts[1], scales))
-    return Source((experts, rows, columns), stored, build, BYTES, fan_in=columns)
+    build = list if c.packed else expanded
+    return Source((experts, rows, columns), stored, build, BYTES, fan_in=columns, packed=c.packed)
 
 
 def _gate_first(source: Source) -> Source:
-    """Outputs 0, 2, 4, ... (gate) before 1, 3, 5, ... (up), on axis 1."""
-    build: Callable[[Sequence[np.ndarray]], np.ndarray] = source.build
+    """Outputs 0, 2, 4, ... (gate) before 1, 3, 5, ... (up), on axis 1: of a packed weight in its blocks and its scales."""
 
-    def reordered(arrays: Sequence[np.ndarray]) -> np.ndarray:
-        value = build(arrays)
-        return np.concatenate([value[:, 0::2], value[:, 1::2]], axis=1)
+    def reordered(arrays: Sequence[np.ndarray]) -> Any:
+        return jax.tree.map(
+            lambda value: np.concatenate([value[:, 0::2], value[:, 1::2]], axis=1), source.build(arrays)
+        )
 
-    return Source(source.shape, source.tensors, reordered, source.stored, source.fan_in)
+    return replace(source, build=reordered)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.params import Source
+from pallas_kernels import Mxfp4, grouped_matmul
 
 Rows = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -43,29 +44,27 @@ def topk_then_softmax(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     return jax.nn.softmax(values, axis=-1), experts
 
 
-def grouped_linear(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+def grouped_linear(
+    x: jax.Array,
+    weight: jax.Array | Mxfp4,
+    group_sizes: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    fixed_tile: bool = False,
+) -> jax.Array:
     """Row r of x times the weight of the group that r falls in.
 
     Args:
         x: [N, in], rows sorted by group.
-        weight: [E, out, in].
+        weight: [E, out, in], in x's dtype or MXFP4.
         group_sizes: int32 [E], rows of each group; they add up to N.
         bias: [E, out] or None.
+        fixed_tile: equal bits of a row in calls of different N, see `pallas_kernels.grouped_matmul`.
 
     Returns:
         [N, out].
     """
-    numbers = jax.lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
-    )
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    y = jax.lax.ragged_dot_general(
-        x, weight, group_sizes, numbers, precision=precision, preferred_element_type=jnp.float32
-    )
-    if bias is not None:
-        group = jnp.repeat(jnp.arange(weight.shape[0]), group_sizes, total_repeat_length=x.shape[0])
-        y = y + bias[group].astype(jnp.float32)
-    return y.astype(x.dtype)
+    return grouped_matmul(x, weight, group_sizes, bias=bias, fixed_tile=fixed_tile)
 
 
 def mix_experts(x: jax.Array, weights: jax.Array, experts: jax.Array, num_experts: int, expert_mlp: Rows) -> jax.Array:

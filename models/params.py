@@ -18,6 +18,8 @@ import numpy as np
 
 from models.checkpoint import Checkpoint
 from models.errors import CheckpointError
+from models.mxfp4 import random_mxfp4
+from pallas_kernels.grouped_matmul.mxfp4 import MAX_SCALE, Mxfp4, mxfp4_bytes
 
 FLOATS = ("F32", "F16", "BF16")
 BYTES = ("U8",)
@@ -30,16 +32,22 @@ class Source:
     Attributes:
         shape: shape of the parameter.
         tensors: (name, shape in the file) of what is read, in order.
-        build: makes the parameter of the arrays read.
+        build: makes the parameter of the arrays read; for a packed one its blocks and scales, as in the file.
         stored: the dtypes that the tensors may have in the file.
         fan_in: random weights have variance 1 / fan_in; None: ones (a norm's weight).
+        packed: stays MXFP4 in device memory: the leaf is a `pallas_kernels.Mxfp4` of this shape.
     """
 
     shape: tuple[int, ...]
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
-    build: Callable[[Sequence[np.ndarray]], np.ndarray] = lambda arrays: arrays[0]
+    build: Callable[[Sequence[np.ndarray]], Any] = lambda arrays: arrays[0]
     stored: tuple[str, ...] = FLOATS
     fan_in: int | None = None
+    packed: bool = False
+
+    def nbytes(self, dtype: Any) -> int:
+        """Bytes of device memory of the parameter; one that is not packed has `dtype`."""
+        return mxfp4_bytes(self.shape) if self.packed else math.prod(self.shape) * jnp.dtype(dtype).itemsize
 
 
 def norm(name: str, size: int) -> Source:
@@ -83,7 +91,7 @@ class LoadProgress:
 
 def memory_needed(plan: Any, dtype: Any) -> int:
     """Bytes of device memory that the parameters of `plan` take in `dtype`."""
-    return sum(math.prod(source.shape) for source in jax.tree.leaves(plan)) * jnp.dtype(dtype).itemsize
+    return sum(source.nbytes(dtype) for source in jax.tree.leaves(plan))
 
 
 def load_params(
@@ -101,7 +109,7 @@ def load_params(
     Args:
         checkpoint: an opened checkpoint.
         plan: pytree of `Source`.
-        dtype: dtype of the parameters.
+        dtype: dtype of the parameters that are not packed.
         ignore: patterns of tensor names that may be there and are not used.
         progress: called before the first tensor and after each parameter.
 
@@ -110,7 +118,7 @@ def load_params(
 
     Raises:
         CheckpointError: tensors are missing, unexpected, misshapen or of an unexpected dtype (all are named, before
-            anything is read), or the device has too little memory.
+            anything is read), the device has too little memory, or MXFP4 scales are too large to stay packed.
     """
     check_tensors(checkpoint, plan, ignore)
     leaves, tree = jax.tree_util.tree_flatten_with_path(plan)
@@ -122,13 +130,27 @@ def load_params(
     arrays = []
     for done, (path, source) in enumerate(leaves, start=1):
         value = source.build([checkpoint.read(name) for name, _ in source.tensors])
-        array = jax.device_put(value).astype(dtype)
+        array = _pack(checkpoint, source, *value) if source.packed else jax.device_put(value).astype(dtype)
         if array.shape != source.shape:
             raise CheckpointError(f"{jax.tree_util.keystr(path)} was built as {array.shape}, expected {source.shape}")
         arrays.append(array)
         done_bytes += array.nbytes
         report(LoadProgress(jax.tree_util.keystr(path), done, len(leaves), done_bytes, total))
     return tree.unflatten(arrays)
+
+
+def _pack(checkpoint: Checkpoint, source: Source, blocks: np.ndarray, scales: np.ndarray) -> Mxfp4:
+    """Blocks and scales of a checkpoint, in the order of the kernels."""
+    largest = int(scales.max(initial=0))
+    if largest > MAX_SCALE:
+        raise CheckpointError(
+            f"{checkpoint.path}: {source.tensors[-1][0]} has a scale of {largest}; above {MAX_SCALE} weights cannot stay "
+            "MXFP4: load with dequantise=True"
+        )
+    return _pack_on_device(blocks, scales)
+
+
+_pack_on_device = jax.jit(Mxfp4.pack)
 
 
 def check_tensors(checkpoint: Checkpoint, plan: Any, ignore: Sequence[str] = ()) -> None:
@@ -162,9 +184,11 @@ def random_params(plan: Any, dtype: Any, seed: int = 0) -> Any:
     """Random parameters of `plan`, a function of the seed alone; large ones are made on the device."""
     leaves, tree = jax.tree.flatten(plan)
 
-    def make(number: int, source: Source) -> jax.Array:
+    def make(number: int, source: Source) -> jax.Array | Mxfp4:
         if source.fan_in is None:
             return jnp.asarray(np.ones(source.shape, dtype))
+        if source.packed:
+            return random_mxfp4(jax.random.fold_in(jax.random.key(seed), number), source.shape, source.fan_in)
         scale = source.fan_in**-0.5
         if math.prod(source.shape) < 1 << 20:  # numpy starts in microseconds, a jitted generator in a tenth of a second
             values = np.random.default_rng([seed, number]).standard_normal(source.shape, np.float32)

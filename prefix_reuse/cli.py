@@ -22,6 +22,7 @@ from prefix_reuse.traces import count_prompts
 from prefix_reuse.verify import VerifyReport, run_verify
 
 PLOT_FORMATS = (".png", ".svg", ".pdf")
+Dequantise = Annotated[bool, typer.Option("--dequantise", help="Expand MXFP4 weights to the model's dtype.")]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Prefix KV reuse for JAX.")
 
@@ -37,6 +38,7 @@ def demo(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 32,
     page_size: Annotated[int, typer.Option(min=1, help="Token slots per page, a power of two.")] = 64,
+    dequantise: Dequantise = False,
 ) -> None:
     """Several questions over one long document: cold, warm, and as a batch. Exit code 1 when tokens differ."""
     from prefix_reuse.checkpoints import load_model
@@ -44,7 +46,7 @@ def demo(
     # The report goes to stdout, progress to stderr.
     console, progress = Console(), Console(stderr=True)
     try:
-        loaded = load_model(model, progress=True)
+        loaded = load_model(model, progress=True, dequantise=dequantise)
     except (ValueError, OSError) as error:  # `models.CheckpointError` is a ValueError
         fail(error)
     report = run_demo(
@@ -198,6 +200,7 @@ def verify(
     ] = False,
     page_size: Annotated[int, typer.Option(min=1, help="Token slots per page, a power of two.")] = 64,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
+    dequantise: Dequantise = False,
 ) -> None:
     """Whether a hit changes an answer: disabled, cold, warm, full hit, reloaded, mixed batch. Exit code 2 when it does."""
     from prefix_reuse.checkpoints import load_model
@@ -205,7 +208,7 @@ def verify(
     try:
         if json_file is not None and not json_file.parent.is_dir():  # said now, not after all the runs
             raise ConfigError(f"--json: there is no folder {json_file.parent}")
-        loaded = load_model(model, progress=True)
+        loaded = load_model(model, progress=True, dequantise=dequantise)
         report = run_verify(loaded, deterministic=deterministic, page_size=page_size, progress=True)
     except (ValueError, OSError) as error:
         fail(error)

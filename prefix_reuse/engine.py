@@ -151,7 +151,10 @@ class Engine:
         device: Any = None,
         **load: Any,
     ) -> Engine:
-        """Loads a checkpoint (folder, GGUF file or known name) with `models.load` and builds an engine around it."""
+        """Loads a checkpoint (folder, GGUF file or known name) with `models.load` and builds an engine around it.
+
+        `load` goes to `models.load`: `dtype`, and `dequantise=True` to expand MXFP4 weights while loading.
+        """
         from prefix_reuse.checkpoints import load_model
 
         return cls(load_model(path_or_name, progress=progress, **load), config, device=device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -14,8 +15,12 @@ from model_data import TINY, copy_checkpoint, golden
 from safetensors.numpy import load_file, save_file
 
 import models
+from benchmarks.model_costs import GPT_OSS_20B
+from models.params import memory_needed
+from models.registry import family_of
 from models.testing import reference_logits, tiny_llama
 from models.tokenizer import Tokenizer
+from prefix_reuse.hashing import weight_fingerprint
 
 Tensors = dict[str, np.ndarray]
 
@@ -129,6 +134,66 @@ def test_memory_is_told_without_loading() -> None:
     model = models.load(TINY / "llama")
     assert models.checkpoint_memory(TINY / "llama") == sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     assert models.checkpoint_memory(TINY / "llama", "bfloat16") * 2 == models.checkpoint_memory(TINY / "llama")
+
+
+@pytest.mark.parametrize(
+    ("layers", "experts", "packed", "expanded"),
+    [(24, 32, 13.8e9, 41.8e9), (36, 128, 65.3e9, 233.7e9)],
+    ids=["gpt-oss-20b", "gpt-oss-120b"],
+)
+def test_the_memory_of_the_released_gpt_oss_is_that_of_packed_experts(
+    layers: int, experts: int, packed: float, expanded: float
+) -> None:
+    """From their published sizes: four bits a weight and a byte for 32 of them, in all experts; bfloat16 elsewhere."""
+    config = GPT_OSS_20B | {"num_hidden_layers": layers, "num_local_experts": experts}
+    family = family_of(config)
+    parsed = family.config(config, None)
+    wide = replace(parsed, dequantise=True)
+    assert memory_needed(family.plan(parsed), parsed.dtype) == pytest.approx(packed, rel=5e-3)
+    assert memory_needed(family.plan(wide), wide.dtype) == pytest.approx(expanded, rel=5e-3)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss_mxfp4", "gpt_oss_original"])
+@pytest.mark.parametrize("dequantise", [False, True])
+def test_memory_of_packed_weights_is_told_before_they_are_read(name: str, dequantise: bool) -> None:
+    reports: list[models.LoadProgress] = []
+    model = models.load(TINY / name, dtype="bfloat16", progress=reports.append, dequantise=dequantise)
+    filled = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    assert models.checkpoint_memory(TINY / name, "bfloat16", dequantise=dequantise) == filled
+    assert reports[0].bytes_total == reports[-1].bytes_done == filled
+    assert reports[0].done == 0
+
+
+def test_mxfp4_beside_float16_is_expanded() -> None:
+    model = models.load(TINY / "gpt_oss_mxfp4", dtype="float16")
+    assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {jnp.dtype("float16")}
+
+
+def test_a_scale_too_large_to_stay_packed_is_refused_by_name(tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    folder = copy_checkpoint("gpt_oss_mxfp4", tmp_path)
+
+    def set_scale(scale: int) -> Callable[[Tensors], None]:
+        return lambda tensors: tensors[name].__setitem__((2, 1, 0), scale)
+
+    with pytest.raises(models.CheckpointError, match=rf"{name} has a scale of 129; .*dequantise=True"):
+        models.load(rewrite(folder, set_scale(129)))
+    models.load(folder, dequantise=True)
+    models.load(rewrite(folder, set_scale(128)))
+
+
+def test_the_fingerprint_tells_packed_weights_apart() -> None:
+    """One code or one scale, in any packed leaf."""
+    model = models.load(TINY / "gpt_oss_mxfp4")
+    first = weight_fingerprint(model.params)
+    assert first == weight_fingerprint(models.load(TINY / "gpt_oss_mxfp4").params)
+    seen = {first}
+    for field in ("blocks", "scales"):
+        weight = model.params["layers"][1]["down"]
+        changed = weight.replace(**{field: getattr(weight, field).at[0, 1, 0].add(1)})
+        layers = [model.params["layers"][0], model.params["layers"][1] | {"down": changed}, *model.params["layers"][2:]]
+        seen.add(weight_fingerprint(model.params | {"layers": layers}))
+    assert len(seen) == 3
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ import pytest
 import models
 from models.gguf_checkpoint import _unpermute
 from models.moe import grouped_linear, mix_experts, softmax_then_topk, topk_then_softmax
-from models.mxfp4 import dequantise
+from models.mxfp4 import dequantise, random_mxfp4
 from models.rope import RopeConfig, rope_table
 from models.testing import TOY_EOS, reference_generate, reference_logits, tiny_hybrid, tiny_llama, toy_tokenizer
+from pallas_kernels import Mxfp4
 from pallas_kernels.qkv_rope.reference import rotate
 
 RNG = np.random.default_rng(0)
@@ -140,5 +141,17 @@ def test_random_models_of_any_family_come_from_a_config() -> None:
         "quantization_config": {"quant_method": "mxfp4"}, "rope_theta": 150000.0,
     }  # fmt: skip
     model = models.from_config(config, dtype="float32")
+    assert isinstance(model.params["layers"][0]["gate_up"], Mxfp4)
     assert np.isfinite(reference_logits(model, range(10))).all()
     assert [group.window for group in model.kv_groups] == [None, 4]
+
+
+@pytest.mark.parametrize("columns", [96, 2880])
+def test_random_packed_weights_have_the_size_of_a_trained_models(columns: int) -> None:
+    weight = random_mxfp4(jax.random.key(0), (2, 64, columns), columns)
+    values = np.asarray(weight.values())
+    assert np.std(values) == pytest.approx(columns**-0.5, rel=0.03)
+    assert abs(np.mean(values)) < 0.03 * columns**-0.5
+    codes = {int(code) for place in range(4) for code in np.unique(np.asarray(weight.blocks) >> (4 * place) & 15)}
+    assert codes == set(range(16))
+    assert columns != 2880 or set(np.unique(np.asarray(weight.scales))) == {119, 120}

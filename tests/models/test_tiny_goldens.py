@@ -18,7 +18,7 @@ from model_data import TINY, copy_checkpoint, golden
 import models
 from models.model import Model
 from models.testing import dense_kv, dense_step, reference_generate, reference_logits
-from pallas_kernels import append_kv, ragged_paged_attention
+from pallas_kernels import Mxfp4, append_kv, ragged_paged_attention
 from pallas_kernels.layout import pool_shape
 
 # The smallest greedy margin is 9e-4, so logits this near give the same tokens.
@@ -35,8 +35,8 @@ Change = Callable[[Model], Model]
 
 
 @cache
-def load(name: str) -> Model:
-    return models.load(TINY / name, dtype="float32")
+def load(name: str, dequantise: bool = False) -> Model:
+    return models.load(TINY / name, dtype="float32", dequantise=dequantise)
 
 
 def error(model: Model, name: str) -> float:
@@ -50,6 +50,22 @@ def test_logits_are_the_goldens(name: str) -> None:
     data = golden(GOLDEN_OF[name])
     for ids, logits in zip(data["ids"], data["logits"], strict=True):
         np.testing.assert_allclose(reference_logits(load(name), ids), logits, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss_mxfp4", "gpt_oss_original"])
+def test_mxfp4_experts_stay_packed_and_may_be_expanded(name: str) -> None:
+    packed, expanded = load(name), load(name, dequantise=True)
+    data = golden(GOLDEN_OF[name])
+    assert error(expanded, name) < TOLERANCE
+    for layer, wide in zip(packed.params["layers"], expanded.params["layers"], strict=True):
+        for weight in ("gate_up", "down"):
+            assert isinstance(layer[weight], Mxfp4)
+            assert wide[weight].dtype == jnp.float32
+            np.testing.assert_array_equal(layer[weight].values(), wide[weight])
+    assert packed.identity["config"] != expanded.identity["config"]
+    np.testing.assert_allclose(
+        reference_logits(packed, data["ids"][1]), reference_logits(expanded, data["ids"][1]), rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", GOLDEN_OF)
