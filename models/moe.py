@@ -1,13 +1,15 @@
 """Mixture of experts: each token goes through its top-k experts, and their outputs are added up.
 
-    sort the T * k (token, expert) pairs by expert -> one matmul per expert over its rows -> unsort -> weighted sum
+    sort the T * k (token, expert) pairs by expert -> one matmul per expert over its rows -> weighted sum in token order
 
 The sort is stable and the sum over k has a fixed order, so a token's result does not depend on who shares its batch, as
-far as the matmul of a row does not.
+far as the matmul of a row does not. For one token a matmul takes as long as ten launches of small kernels, so what is around it
+is written to become few of them.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -18,6 +20,8 @@ import numpy as np
 from models.params import Source
 from pallas_kernels import Mxfp4, grouped_matmul
 
+MOST_COMPARED = 256
+"""Keys up to which each is compared with each other one: two small kernels, where a sort is several."""
 Rows = Callable[[jax.Array, jax.Array], jax.Array]
 
 
@@ -81,11 +85,26 @@ def mix_experts(x: jax.Array, weights: jax.Array, experts: jax.Array, num_expert
         [T, E].
     """
     tokens, k = experts.shape
-    order = jnp.argsort(experts.reshape(-1), stable=True)
-    group_sizes = jnp.bincount(experts.reshape(-1), length=num_experts).astype(jnp.int32)
-    sorted_out = expert_mlp(x[order // k], group_sizes)
-    out = jnp.zeros_like(sorted_out).at[order].set(sorted_out, unique_indices=True).reshape(tokens, k, -1)
-    return jnp.einsum("tkd,tk->td", out.astype(jnp.float32), weights, precision="highest").astype(x.dtype)
+    chosen = experts.reshape(-1)
+    order, place = sort_stably(chosen)
+    group_sizes = jnp.sum(chosen[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
+    rows = x[order // k] if tokens > 1 else jnp.broadcast_to(x, (k, x.shape[1]))
+    out, place = expert_mlp(rows, group_sizes), place.reshape(tokens, k)
+    parts = (weights[:, j, None] * out[place[:, j]].astype(jnp.float32) for j in range(k))
+    return functools.reduce(jnp.add, parts).astype(x.dtype)
+
+
+def sort_stably(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Where sorted keys come from and where each goes: int32 `order` and `place` with `place[order[i]] == i`, of int32 [N]."""
+    count = keys.shape[0]
+    number = jnp.arange(count, dtype=jnp.int32)
+    if count > MOST_COMPARED:
+        order = jnp.argsort(keys, stable=True).astype(jnp.int32)
+        return order, jnp.zeros_like(number).at[order].set(number, unique_indices=True)
+    first, second = keys[None, :], keys[:, None]
+    before = (first < second) | ((first == second) & (number[None, :] < number[:, None]))
+    place = jnp.sum(before, axis=1, dtype=jnp.int32)
+    return jnp.sum(jnp.where(place[None, :] == number[:, None], number, 0), axis=1), place
 
 
 def stacked_experts(experts: Sequence[Source]) -> Source:

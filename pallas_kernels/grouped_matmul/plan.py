@@ -15,7 +15,7 @@ class TilePlan(NamedTuple):
         group: int32 `[T]`, 0..E-1, or E for padding behind the last group.
         begin: int32 `[T]`, first row.
         end: int32 `[T]`, end of the group; at most `begin` for a tile that has nothing to do.
-        used: int32 scalar, tiles that have rows: the first ones.
+        used: int32 scalar, tiles of groups, without those of the padding: the first ones.
     """
 
     group: jax.Array
@@ -37,13 +37,17 @@ def plan_tiles(group_sizes: jax.Array, num_rows: int, block: int) -> TilePlan:
         num_rows: N.
         block: rows of a tile.
     """
-    ends = jnp.minimum(jnp.cumsum(jnp.maximum(group_sizes, 0)), num_rows).astype(jnp.int32)
-    ends = jnp.append(ends, jnp.int32(num_rows))
-    begins = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
-    tiles = (ends - begins + block - 1) // block
-    tile_ends = jnp.cumsum(tiles).astype(jnp.int32)
-    tile = jnp.arange(count_tiles(num_rows, group_sizes.shape[0], block), dtype=jnp.int32)
-    group = jnp.sum(tile_ends[None, :] <= tile[:, None], axis=1, dtype=jnp.int32)
-    known = jnp.minimum(group, group_sizes.shape[0])
-    begin = begins[known] + (tile - (tile_ends - tiles)[known]) * block
-    return TilePlan(known, begin, ends[known], tile_ends[-1])
+    # Masked sums over [E, E] and [T, E] instead of running sums and gathers: each becomes one small kernel or joins one.
+    sizes = jnp.clip(group_sizes, 0, num_rows).astype(jnp.int32)
+    number = jnp.arange(sizes.shape[0], dtype=jnp.int32)
+    upto = number[None, :] <= number[:, None]
+    ends = jnp.minimum(jnp.sum(jnp.where(upto, sizes, 0), axis=1), num_rows)
+    tile_ends = jnp.sum(jnp.where(upto, (sizes + block - 1) // block, 0), axis=1)
+
+    tile = jnp.arange(count_tiles(num_rows, sizes.shape[0], block), dtype=jnp.int32)
+    before = tile_ends[None, :] <= tile[:, None]  # groups that end before the tile
+    group = jnp.sum(before, axis=1, dtype=jnp.int32)
+    first_row = jnp.max(jnp.where(before, ends, 0), axis=1)
+    first_tile = jnp.max(jnp.where(before, tile_ends, 0), axis=1)
+    end = jnp.min(jnp.where(before, num_rows, ends), axis=1)
+    return TilePlan(group, first_row + (tile - first_tile) * block, end, jnp.minimum(tile_ends[-1], tile.shape[0]))

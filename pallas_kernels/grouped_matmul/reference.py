@@ -43,9 +43,7 @@ def grouped_matmul(
             product = product + bias[group].astype(jnp.float32)
         return y.at[jnp.where(rows < plan.end[number], rows, num_rows)].set(product.astype(x.dtype), mode="drop")
 
-    padding = (plan.group[: plan.group.shape[0]] == groups) & (plan.begin < plan.end)
-    used = plan.used - jnp.sum(padding, dtype=jnp.int32)
-    return jax.lax.fori_loop(0, used, tile, jnp.zeros((num_rows, out), x.dtype))
+    return jax.lax.fori_loop(0, plan.used, tile, jnp.zeros((num_rows, out), x.dtype))
 
 
 def _exact(dtype: jax.typing.DTypeLike) -> jnp.dtype:

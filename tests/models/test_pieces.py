@@ -11,7 +11,7 @@ import pytest
 
 import models
 from models.gguf_checkpoint import _unpermute
-from models.moe import grouped_linear, mix_experts, softmax_then_topk, topk_then_softmax
+from models.moe import MOST_COMPARED, grouped_linear, mix_experts, softmax_then_topk, sort_stably, topk_then_softmax
 from models.mxfp4 import dequantise, random_mxfp4
 from models.rope import RopeConfig, rope_table
 from models.testing import TOY_EOS, reference_generate, reference_logits, tiny_hybrid, tiny_llama, toy_tokenizer
@@ -95,6 +95,23 @@ def test_mixture_of_a_token_does_not_depend_on_its_neighbours() -> None:
     mixed = mix_experts(x, weights, experts, 4, mlp)
     shuffled = mix_experts(x[order], weights[order], experts[order], 4, mlp)
     assert jnp.array_equal(mixed[order], shuffled)
+
+
+@pytest.mark.parametrize("count", [1, 2, 32, MOST_COMPARED, MOST_COMPARED + 1])
+def test_keys_are_sorted_stably(count: int) -> None:
+    keys = RNG.integers(0, 5, count).astype(np.int32)
+    order, place = map(np.asarray, sort_stably(jnp.asarray(keys)))
+    np.testing.assert_array_equal(order, np.argsort(keys, kind="stable"))
+    np.testing.assert_array_equal(place[order], np.arange(count))
+
+
+def test_a_step_of_decoding_sorts_nothing_and_scatters_nothing() -> None:
+    """What is around its matmuls is a launch each on a GPU."""
+    x, weights, experts = jnp.ones((4, 8)), jnp.ones((4, 2)), jnp.zeros((4, 2), jnp.int32)
+    text = (
+        jax.jit(lambda *a: mix_experts(*a, 5, lambda rows, sizes: rows * sizes[0])).lower(x, weights, experts).as_text()
+    )
+    assert not any(name in text for name in ("stablehlo.sort", "stablehlo.scatter", "stablehlo.while"))
 
 
 def test_the_two_routers_differ_as_they_should() -> None:
