@@ -69,7 +69,13 @@ class GroupedMatmulTests:
         assert not np.any(y[group.size :])
 
     @pytest.mark.parametrize(
-        ("name", "dtype"), [*((name, "float32") for name in SIZES), ("mixed", "bfloat16"), ("mixed", "float16")]
+        ("name", "dtype"),
+        [
+            *((name, "float32") for name in SIZES if name != "all in one"),
+            ("mixed", "bfloat16"),
+            pytest.param("mixed", "float16", marks=pytest.mark.slow),
+            pytest.param("all in one", "float32", marks=pytest.mark.slow),
+        ],
     )
     def test_every_row_is_multiplied_by_its_groups_weight(self, name: str, dtype: str) -> None:
         """Against float64; NaN in padding rows and in weights of groups without rows does not leak."""
@@ -93,7 +99,14 @@ class GroupedMatmulTests:
         y = self.run(x, Mxfp4.pack(blocks, scales), sizes, bias=jnp.asarray(bias))
         self.check(y, x, true, sizes, dtype, bias)
 
-    @pytest.mark.parametrize(("packed", "dtype"), [(False, "float32"), (False, "bfloat16"), (True, "bfloat16")])
+    @pytest.mark.parametrize(
+        ("packed", "dtype"),
+        [
+            pytest.param(False, "float32", marks=pytest.mark.slow),
+            pytest.param(False, "bfloat16", marks=pytest.mark.slow),
+            (True, "bfloat16"),
+        ],
+    )
     def test_a_rows_bits_do_not_depend_on_its_company(self, packed: bool, dtype: str) -> None:
         """Alone, among other rows of its group, at any place of a tile, in a call of another size."""
         rng = np.random.default_rng(2)

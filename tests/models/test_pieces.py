@@ -107,10 +107,11 @@ def test_keys_are_sorted_stably(count: int) -> None:
 
 def test_a_step_of_decoding_sorts_nothing_and_scatters_nothing() -> None:
     """What is around its matmuls is a launch each on a GPU."""
-    x, weights, experts = jnp.ones((4, 8)), jnp.ones((4, 2)), jnp.zeros((4, 2), jnp.int32)
-    text = (
-        jax.jit(lambda *a: mix_experts(*a, 5, lambda rows, sizes: rows * sizes[0])).lower(x, weights, experts).as_text()
-    )
+
+    def mixture(x: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:
+        return mix_experts(x, weights, experts, 5, lambda rows, sizes: rows * sizes[0])
+
+    text = jax.jit(mixture).lower(jnp.ones((4, 8)), jnp.ones((4, 2)), jnp.zeros((4, 2), jnp.int32)).as_text()
     assert not any(name in text for name in ("stablehlo.sort", "stablehlo.scatter", "stablehlo.while"))
 
 
