@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels import row_invariance, row_invariant_matmul
+
 
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, out_dtype: DTypeLike | None = None):
     """`x @ weight.T + bias` for x [..., in] and weight [out, in], the way checkpoints store it.
@@ -13,8 +15,11 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, out_d
     Stored as it comes: on a CPU neither orientation won by more than the noise (30 layers of SmolLM2 at one token 20 to
     25 ms, at 64 tokens 78 to 83 ms), and joined projections (`qkv`, `gate_up`) were 3 ms faster at one token.
 
-    float32 means float32: without `HIGHEST` a GPU would multiply in TF32.
+    float32 means float32: without `HIGHEST` a GPU would multiply in TF32. In row-invariant mode a row's bits
+    do not depend on the number of rows (`pallas_kernels.RowInvariance`).
     """
+    if row_invariance() is not None:
+        return row_invariant_matmul(x, weight, bias, out_dtype=out_dtype)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     contract = (((x.ndim - 1,), (1,)), ((), ()))
     y = jax.lax.dot_general(x, weight, contract, precision=precision, preferred_element_type=out_dtype)
