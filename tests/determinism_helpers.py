@@ -14,7 +14,7 @@ from prefix_reuse.sequence import Sequence as Row
 
 
 class Tap:
-    """`model`, whose compiled steps hand out every hidden state that they unembed, and its logits: decode steps give neither."""
+    """`model`, whose compiled steps hand out every hidden state that they unembed, and its logits: decode returns neither."""
 
     def __init__(self, model: Any):
         self._model = model

@@ -22,6 +22,9 @@ LEAST_ROWS = 64
 WORKERS = 8
 
 
+random = jax.random.normal
+
+
 def xla_rows() -> int:
     """From how many rows on XLA's matmul is worth a comparison on this card."""
     return tuned("row_invariant_matmul", "", {"xla_rows": 512})["xla_rows"]
@@ -29,8 +32,6 @@ def xla_rows() -> int:
 
 def tiles_agree(shapes: Iterable[MatmulShape], device: Any) -> bool:
     """Whether all tiles that the Triton kernel would use at these shapes give the same bits."""
-    if device.platform != "gpu":
-        return True
     kinds: dict[tuple[str, str], set[tuple[tuple[str, int], ...]]] = {}
     for shape in shapes:
         launch = triton.launch(shape.rows, shape.outputs, shape.columns, shape.dtype)
@@ -43,8 +44,8 @@ def tiles_agree(shapes: Iterable[MatmulShape], device: Any) -> bool:
 def _tile_results(dtype: str, out_dtype: str, launches: list[tuple[tuple[str, int], ...]]) -> list[jax.Array]:
     """The same matmul with each of `launches`."""
     keys = jax.random.split(jax.random.key(1))
-    x = jax.random.normal(keys[0], (TILE_ROWS, TILE_COLUMNS), dtype)
-    weight = jax.random.normal(keys[1], (TILE_OUTPUTS, TILE_COLUMNS), dtype)
+    x = random(keys[0], (TILE_ROWS, TILE_COLUMNS), dtype)
+    weight = random(keys[1], (TILE_OUTPUTS, TILE_COLUMNS), dtype)
 
     def run(launch: tuple[tuple[str, int], ...]) -> Any:
         def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -61,11 +62,10 @@ def _compiled(lowered: list[Any]) -> list[Any]:
         return list(pool.map(lambda program: program.compile(), lowered))
 
 
-def compare(shapes: Iterable[MatmulShape], device: Any) -> dict[MatmulShape, bool]:
-    """Whether XLA's matmul has the kernel's bits, for each shape of at least `xla_rows` rows."""
-    if device.platform != "gpu":
-        return {}
-    wanted = sorted(shape for shape in shapes if shape.rows >= xla_rows())
+def compare(shapes: Iterable[MatmulShape], device: Any, *, least_rows: int | None = None) -> dict[MatmulShape, bool]:
+    """Whether XLA's matmul has the kernel's bits, for each shape of at least `least_rows` (default: `xla_rows()`) rows."""
+    least_rows = xla_rows() if least_rows is None else least_rows
+    wanted = sorted(shape for shape in shapes if shape.rows >= least_rows)
     with jax.default_device(device):
         compiled = _compiled([program for shape in wanted for program in _programs(shape)])
         # One after the other: each holds a weight and a result.
@@ -98,7 +98,7 @@ def _compared_rows(shape: MatmulShape) -> int:
 
 def _same(shape: MatmulShape, by_xla: Any, by_kernel: Any) -> bool:
     keys = jax.random.split(jax.random.key(0))
-    x = jax.random.normal(keys[0], (shape.rows, shape.columns), shape.dtype)
-    weight = jax.random.normal(keys[1], (shape.outputs, shape.columns), shape.dtype)
+    x = random(keys[0], (shape.rows, shape.columns), shape.dtype)
+    weight = random(keys[1], (shape.outputs, shape.columns), shape.dtype)
     picked = jnp.arange(_compared_rows(shape)) * shape.rows // _compared_rows(shape)
     return bool(jnp.array_equal(by_xla(x, weight)[picked], by_kernel(x[picked], weight)))

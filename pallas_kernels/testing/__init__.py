@@ -12,6 +12,7 @@ from pallas_kernels.testing.cases import PagedCase as PagedCase
 from pallas_kernels.testing.cases import PagedInputs as PagedInputs
 from pallas_kernels.testing.cases import make_inputs as make_inputs
 from pallas_kernels.testing.cases import share_pages as share_pages
+from pallas_kernels.testing.matmul import RowInvariantMatmulTests as RowInvariantMatmulTests
 from pallas_kernels.testing.oracle import attention_oracle as attention_oracle
 from pallas_kernels.testing.writes import AppendKVTests as AppendKVTests
 from pallas_kernels.testing.writes import CopyPagesTests as CopyPagesTests
