@@ -31,6 +31,7 @@ import numpy as np
 
 import models
 import pallas_kernels as pk
+from benchmarks import tuned_table
 from benchmarks.decode_step import PAGE, QWEN3_8B, make_inputs, random_pool
 from benchmarks.profiling import kernel_times
 from pallas_kernels.paged_decode_attention import triton as decode_kernel
@@ -265,23 +266,54 @@ def linear(names: Sequence[str], rows: Sequence[int]) -> list[dict[str, Any]]:
     return results
 
 
-def make_table(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """Entries for the tuned table: the best launch of each class of rows and shape, over the numbers of rows in it."""
-    table = {}
-    for name in dict.fromkeys(row["shape"] for row in rows):
-        for kind in triton.ROW_CLASSES:
-            some = [row for row in rows if row["shape"] == name and triton.ROW_CLASSES[row_class(row["M"])] == kind]
-            labels = set.intersection(*({*row["ms"]} for row in some)) if some else set()
-            labels = {label for label in labels if not label.startswith("xla")}
-            if labels:
-                best = min(sorted(labels), key=lambda label: sum(row["ms"][label] / row["best_ms"] for row in some))
-                key = f"M{kind} N{some[0]['N']} K{some[0]['K']} bfloat16"
-                table[key] = dict(zip(NAMES, json.loads(best.replace("(", "[").replace(")", "]")), strict=True))
-    return table
+def make_table(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Entries of the card's table, by the row: a launch whose worst time beside XLA's default, over all shapes and numbers of
+    rows of its class, is the least; one of a single shape where that is more than 3% better there. And up to how many rows
+    the kernel is faster than XLA, on the sum of the shapes.
+    """
+    launches: dict[str, dict[str, int]] = {}
+    for kind in dict.fromkeys(triton.class_names(row["M"], row["N"]) for row in rows):
+        some = [row for row in rows if triton.class_names(row["M"], row["N"]) == kind]
+        launches[f"{kind} bfloat16"] = as_launch(usual := least_worst(some)[1])
+        for n, k in sorted({(row["N"], row["K"]) for row in some}):
+            own = [row for row in some if (row["N"], row["K"]) == (n, k)]
+            worst, label = least_worst(own)
+            if max(row["ms"][usual] / row["ms"]["xla"] for row in own) > 1.03 * worst:
+                launches[f"{kind.split()[0]} N{n} K{k} bfloat16"] = as_launch(label)
+    sizes = sorted({row["M"] for row in rows})
+    sums: dict[int, dict[str, float]] = {}
+    for m in sizes:
+        own = [row for row in rows if row["M"] == m]
+        sums[m] = {
+            "kernel": sum(row["ms"][launch_label(launches, row)] for row in own),
+            "xla": sum(row["ms"]["xla"] for row in own),
+            "exact": sum(row["ms"]["xla, row-invariant options"] for row in own),
+        }
+    faster = [m for m in sizes if all(sums[n]["kernel"] < sums[n]["xla"] for n in sizes if n <= m)]
+    slower = [m for m in sizes if all(sums[n]["exact"] < sums[n]["kernel"] for n in sizes if n >= m)]
+    least = max((m for m in sizes if m < min(slower, default=0)), default=0) + 1
+    return {
+        "row_invariant_matmul.triton": launches,
+        "row_invariant_matmul": {"default": {"xla_rows": least}},
+        "linear": {"bfloat16": {"kernel_rows": max(faster, default=0)}},
+    }
 
 
-def row_class(rows: int) -> int:
-    return min(sum(rows > most for most in triton.ROW_CLASSES), len(triton.ROW_CLASSES) - 1)
+def least_worst(rows: Sequence[dict[str, Any]]) -> tuple[float, str]:
+    """The launch that all of `rows` have whose worst time over XLA's default is the least."""
+    labels = set.intersection(*({*row["ms"]} for row in rows))
+    labels = {label for label in labels if not label.startswith("xla")}
+    return min((max(row["ms"][label] / row["ms"]["xla"] for row in rows), label) for label in labels)
+
+
+def as_launch(label: str) -> dict[str, int]:
+    return dict(zip(NAMES, json.loads(label.replace("(", "[").replace(")", "]")), strict=True))
+
+
+def launch_label(launches: dict[str, dict[str, int]], row: dict[str, Any]) -> str:
+    kind = triton.class_names(row["M"], row["N"])
+    exact = f"{kind.split()[0]} N{row['N']} K{row['K']} bfloat16"
+    return str(tuple(launches.get(exact, launches[f"{kind} bfloat16"]).values()))
 
 
 # ---- attention
@@ -507,6 +539,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,16,64", help="decode batches of `steps`")
     parser.add_argument("--shapes", help="names of `linear`, separated by commas; default: Qwen3-8B's")
     parser.add_argument("--profile", action="store_true", help="kernel times of every case of `steps`")
+    parser.add_argument("--table", type=Path, help="the card's table, to be updated by `linear`")
     options = parser.parse_args()
     device = jax.devices()[0]
     result: dict[str, Any] = {"gpu": device.device_kind, "jax": jax.__version__, "seconds": {}}
@@ -524,6 +557,8 @@ def main() -> None:
         result["seconds"][part] = time.perf_counter() - start
         if part == "linear":
             result["table"] = make_table(result["linear"])
+            if options.table is not None:
+                tuned_table.update(options.table, result["table"])
         if part == "bits":
             print(json.dumps(result["bits"]), flush=True)
         print(part, f"{result['seconds'][part]:.1f} s", flush=True)

@@ -62,7 +62,7 @@ class RowInvariance:
         return True
 
     def prove(self, shapes: set[MatmulShape], device: Any) -> None:
-        """Compares the kernel's tiles with each other, and XLA's matmul with the kernel where there are enough rows for it.
+        """Compares XLA's matmul with the kernel where there are enough rows for it, and the tiles of all other calls.
 
         Args:
             shapes: everything that is going to be traced. Shapes that come later have the kernel.
@@ -74,11 +74,16 @@ class RowInvariance:
         from pallas_kernels.row_invariant_matmul import proof  # imports GPU modules
 
         with self.active():
-            if not self.fixed_tile and not proof.tiles_agree(self.known, device):
-                self.fixed_tile = True
-                new, self.equal, self.different = set(self.known), set(), set()  # the kernel's bits are other ones now
-            for shape, same in proof.compare(new, device).items():
-                (self.equal if same else self.different).add(shape)
+            self._note(proof.compare(new, device))
+            kernels = (self.known - self.equal) | {proof.compared_with(shape) for shape in self.equal}
+            if not self.fixed_tile and not proof.tiles_agree(kernels, device):
+                self.fixed_tile = True  # the kernel's bits are other ones now
+                self.equal, self.different = set(), set()
+                self._note(proof.compare(self.known, device))
+
+    def _note(self, found: dict[MatmulShape, bool]) -> None:
+        for shape, same in found.items():
+            (self.equal if same else self.different).add(shape)
 
 
 def has_kernel(device: Any) -> bool:

@@ -1,13 +1,14 @@
 """Pallas-Triton implementation of row_invariant_matmul: one program for each tile of the result, no sum over K is split.
 
 Every tile walks K from first to last with one accumulator. Tensor cores add up 16 (half precision) products at a time,
-whichever tile and whichever of their instructions runs, so that the tile may follow M: on an H200 eight tiles from
-16 x 32 to 128 x 128, and XLA's matmul of 512 rows and more, gave the same bits. `proof.tiles_agree` looks again on
-the card that runs.
+whichever tile and whichever of their instructions runs, so that the tile may follow M: on an H200 30 launches from
+16 x 16 to 128 x 256, and the library's matmul at 13 shapes of 16 to 2048 rows, gave the same bits
+(benchmarks/DETERMINISTIC.md). `proof` looks again on the card that runs.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
 from typing import Any
 
@@ -20,7 +21,10 @@ from pallas_kernels.pallas_gpu import dot, interpret_here, triton_call, tuned
 from pallas_kernels.row_invariant_matmul.mode import row_invariance
 
 ROW_CLASSES = (16, 64, 128)
-"""Calls of at most so many rows have tiles of their own; larger ones share the last."""
+OUTPUT_CLASSES = (4096, 8192)
+"""Calls of at most so many rows, and of so many outputs, have tiles of their own; larger ones share the last."""
+FEW_ROWS, FEWEST_TILES = 64, 64
+"""At few rows, weights of few outputs are cut narrower, so that at least so many programs read them."""
 
 # Safe anywhere (shared memory of 48 KiB); the tables of measured cards have better ones.
 _HALF = (
@@ -39,15 +43,31 @@ _FULL = (
 
 
 def launch(rows: int, outputs: int, columns: int, dtype: Any) -> dict[str, int]:
-    """Tile and launch parameters of a call of M = `rows`, N = `outputs`, K = `columns`."""
+    """Tile and launch parameters of a call of M = `rows`, N = `outputs`, K = `columns`.
+
+    The table has entries for classes ("M16 N4096 bfloat16": at most 16 rows and 4096 outputs) and for shapes
+    ("M16 N4096 K12288 bfloat16").
+    """
     mode = row_invariance()
-    one = mode is not None and mode.fixed_tile
-    kind = 0 if one else sum(rows > most for most in ROW_CLASSES)
-    default = (_FULL if jnp.dtype(dtype) == jnp.float32 else _HALF)[kind]
-    name = f"M{ROW_CLASSES[kind]}" if kind < len(ROW_CLASSES) else "M"
-    table = "row_invariant_matmul.triton"
-    wide = tuned(table, f"{name} {jnp.dtype(dtype).name}", {**default, "weight_first": 0})
-    return wide if one else tuned(table, f"{name} N{outputs} K{columns} {jnp.dtype(dtype).name}", wide)
+    if mode is not None and mode.fixed_tile:
+        rows = 1
+    name = jnp.dtype(dtype).name
+    default = (_FULL if name == "float32" else _HALF)[bisect.bisect_left(ROW_CLASSES, rows)]
+    table, kind = "row_invariant_matmul.triton", class_names(rows, outputs)
+    chosen = tuned(table, f"{kind} {name}", {**default, "weight_first": 0})
+    least = min(chosen["block_m"], 32)
+    while rows <= FEW_ROWS and chosen["block_n"] > least and pl.cdiv(outputs, chosen["block_n"]) < FEWEST_TILES:
+        chosen["block_n"] //= 2
+    return tuned(table, f"{kind.split()[0]} N{outputs} K{columns} {name}", chosen)
+
+
+def class_names(rows: int, outputs: int) -> str:
+    """The classes that a call belongs to, such as "M16 N4096"; the last ones are "M" and "N"."""
+    names = []
+    for letter, size, most in (("M", rows, ROW_CLASSES), ("N", outputs, OUTPUT_CLASSES)):
+        kind = bisect.bisect_left(most, size)
+        names.append(f"{letter}{most[kind]}" if kind < len(most) else letter)
+    return " ".join(names)
 
 
 def row_invariant_matmul(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 import pallas_kernels as pk
 from models.layers import linear
-from pallas_kernels import pallas_gpu
+from pallas_kernels import dispatch, pallas_gpu
 from pallas_kernels.row_invariant_matmul import mode, proof, triton
 from pallas_kernels.row_invariant_matmul.mode import MatmulShape, RowInvariance, matmul_shapes
 from pallas_kernels.testing import RowInvariantMatmulTests
@@ -117,62 +118,151 @@ def test_shapes_are_found_without_computing_or_counting() -> None:
 # ---- the comparison, by stand-ins for a card
 
 
-SHAPES = {MatmulShape(rows, 8, 16, "float32", "float32") for rows in (4, 64, 512, 1024)}
+SHAPES = {MatmulShape(rows, 8, 16, "float32", "float32") for rows in (4, 64, 128, 512)}
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A card whose XLA adds `error` at calls of `wrong` rows, and whose tiles differ if `tiles` is False."""
-    card = SimpleNamespace(wrong=(), tiles=True, error=1e-3)
-    real = proof.xla.matmul
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """A card whose XLA adds 1e-3 to the last result at calls of `wrong` rows, and whose tiles differ if `tiles` is False."""
+    card = SimpleNamespace(wrong=(), tiles=True, compiled=0)
+    real, compiled = proof.xla.matmul, proof._compiled
 
     def matmul(x: jax.Array, weight: jax.Array, *, out_dtype: Any) -> jax.Array:
         y = real(x, weight, out_dtype=out_dtype)
-        return y.at[-1, -1].add(card.error) if x.shape[0] in card.wrong else y
+        return y.at[-1, -1].add(1e-3) if x.shape[0] in card.wrong else y
+
+    def tile_results(dtype: str, launches: Any) -> list[jax.Array]:
+        card.launches = {dict(launch)["block_m"] for launch in launches}
+        return [jnp.zeros(3), jnp.zeros(3) if card.tiles else jnp.ones(3)]
+
+    def counted(lowered: Any) -> Any:
+        programs = compiled(lowered)
+        card.compiled += len(programs)
+        return programs
 
     monkeypatch.setattr(proof.xla, "matmul", matmul)
     monkeypatch.setattr(mode, "has_kernel", lambda device: True)
-    monkeypatch.setattr(proof, "random", lambda key, shape, dtype: jnp.ones(shape, dtype))  # sums have no order
-    monkeypatch.setattr(proof, "_tile_results", lambda *a: [jnp.zeros(3), jnp.zeros(3) if card.tiles else jnp.ones(3)])
-    return card
+    monkeypatch.setattr(proof, "random", lambda seed, shape, dtype: jnp.ones(shape, dtype))  # sums have no order
+    monkeypatch.setattr(proof, "_tile_results", tile_results)
+    monkeypatch.setattr(proof, "_compiled", counted)
+    proof.forget()
+    yield card
+    proof.forget()
+
+
+def proven(shapes: set[MatmulShape]) -> RowInvariance:
+    known = RowInvariance()
+    known.prove(shapes, CPU)
+    return known
+
+
+def rows_of(shapes: set[MatmulShape]) -> set[int]:
+    return {shape.rows for shape in shapes}
 
 
 def test_on_a_cpu_nothing_is_compared() -> None:
-    known = RowInvariance()
-    known.prove(SHAPES, CPU)
+    known = proven(SHAPES)
     assert not known.equal
     assert not known.different
     assert known.known == SHAPES
 
 
 def test_large_calls_whose_bits_agree_are_xlas(card: SimpleNamespace) -> None:
-    card.wrong = (1024,)
-    known = RowInvariance()
-    known.prove(SHAPES, CPU)
-    assert {shape.rows for shape in known.equal} == {512}
-    assert {shape.rows for shape in known.different} == {1024}
     card.wrong = (512,)
+    known = proven(SHAPES)
+    assert rows_of(known.equal) == {128}
+    assert rows_of(known.different) == {512}
+    card.wrong = (128,)
     known.prove(SHAPES, CPU)  # what is known is not compared again
-    assert {shape.rows for shape in known.equal} == {512}
+    assert rows_of(known.equal) == {128}
+
+
+def test_a_process_compiles_one_comparison_a_weight_and_none_again(card: SimpleNamespace) -> None:
+    others = {shape._replace(outputs=24) for shape in SHAPES}
+    proven(SHAPES | others)
+    assert card.compiled == 2
+    assert rows_of(proven(SHAPES | others).equal) == {128, 512}
+    assert card.compiled == 2
+    assert rows_of(proven({shape._replace(rows=shape.rows + 1) for shape in SHAPES}).equal) == {65, 129, 513}
+    assert card.compiled == 3
+
+
+def test_tiles_of_every_call_of_the_kernel_are_compared_and_the_one_that_xla_is_held_to(card: SimpleNamespace) -> None:
+    """At most 16 rows have tiles of 16; XLA's matmul of 8 outputs is compared with the kernel at 4096 rows, of tiles of 64."""
+    proven({MatmulShape(rows, 8, 16, "float32", "float32") for rows in (1, 128)})
+    assert card.launches == {16, 64}
+    proof.forget()
+    proven({MatmulShape(1, 8, 16, "float32", "float32")})
+    assert card.launches == {16}
 
 
 def test_tiles_that_disagree_are_replaced_by_one(card: SimpleNamespace) -> None:
     card.tiles = False
-    known = RowInvariance()
-    known.prove(SHAPES, CPU)
+    known = proven(SHAPES)
     assert known.fixed_tile
-    assert {shape.rows for shape in known.equal} == {512, 1024}
+    assert rows_of(known.equal) == {128, 512}
+    assert card.compiled == 2  # the kernel's bits are other ones with the one tile
     sizes = (1, 64, 128, 4096)
     assert len({triton.launch(rows, 8, 16, "bfloat16")["block_m"] for rows in sizes}) > 1
     with known.active():
         assert len({triton.launch(rows, 8, 16, "bfloat16")["block_m"] for rows in sizes}) == 1
 
 
-def test_launches_of_a_measured_card_come_from_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = {"M16 bfloat16": {"block_n": 7}, "M16 N8 K16 bfloat16": {"block_k": 9}, "M float32": {"block_n": 5}}
-    monkeypatch.setattr(pallas_gpu, "tuned_table", lambda kind: {"row_invariant_matmul.triton": table})
-    assert triton.launch(16, 8, 16, "bfloat16")["block_k"] == 9
-    assert triton.launch(16, 8, 16, "bfloat16")["block_n"] == 7
-    assert triton.launch(1, 8, 32, "bfloat16")["block_k"] != 9
-    assert triton.launch(17, 8, 16, "bfloat16")["block_n"] != 7
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The table of the card that runs."""
+    table: dict[str, Any] = {}
+    monkeypatch.setattr(pallas_gpu, "tuned_table", lambda kind: table)
+    return table
+
+
+def test_launches_of_a_measured_card_come_from_its_table(measured: dict[str, Any]) -> None:
+    measured["row_invariant_matmul.triton"] = {
+        "M16 N4096 bfloat16": {"block_n": 7},
+        "M16 N4096 K16 bfloat16": {"block_k": 9},
+        "M16 N8192 bfloat16": {"block_n": 128},
+        "M N4096 float32": {"block_n": 5},
+    }
+    assert triton.launch(16, 4096, 16, "bfloat16")["block_k"] == 9
+    assert triton.launch(16, 4096, 16, "bfloat16")["block_n"] == 7
+    assert triton.launch(1, 4096, 32, "bfloat16")["block_k"] != 9
+    assert triton.launch(1, 4096, 32, "bfloat16")["block_n"] == 7
+    assert triton.launch(17, 4096, 16, "bfloat16")["block_n"] != 7
     assert triton.launch(500, 8, 16, "float32")["block_n"] == 5
+    assert triton.launch(1, 8192, 32, "bfloat16")["block_n"] == 128
+
+
+def test_few_rows_and_few_outputs_make_narrow_tiles(measured: dict[str, Any]) -> None:
+    measured["row_invariant_matmul.triton"] = {
+        "M16 N4096 bfloat16": {"block_n": 64},
+        "M N4096 bfloat16": {"block_n": 64},
+    }
+    assert [triton.launch(4, n, 64, "bfloat16")["block_n"] for n in (4096, 2048, 1100, 32)] == [64, 32, 16, 16]
+    assert triton.launch(64, 32, 64, "bfloat16")["block_n"] == 32
+    assert triton.launch(500, 32, 64, "bfloat16")["block_n"] == 64
+
+
+def test_default_mode_takes_the_kernel_for_few_rows_where_the_table_says_so(
+    measured: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a card of the table only; by dtype; by the number of rows and nothing else."""
+    x, weight, bias = (a.astype(jnp.bfloat16) for a in RowInvariantMatmulTests.operands(65, 40, 32, "float32"))
+    measured["linear"] = {"bfloat16": {"kernel_rows": 64}}
+
+    def kernels(*args: Any, **options: Any) -> int:
+        pk.reset_dispatch_report()
+        jax.eval_shape(lambda *a: linear(*a, **options), *args)
+        return pk.dispatch_report().get("row_invariant_matmul", {}).get("triton", 0)
+
+    assert kernels(x[:64], weight) == 0  # a CPU
+    monkeypatch.setattr(dispatch, "_platform", lambda: "gpu")
+    assert [kernels(x[:rows], weight, bias) for rows in (1, 64, 65)] == [1, 1, 0]
+    assert kernels(x[:64].reshape(2, 32, 32), weight, out_dtype=jnp.float32) == 1
+    assert kernels(x[:64], weight, bias, out_dtype=jnp.float32) == 0  # XLA promotes the bias
+    assert kernels(x[:0], weight) == 0
+    assert kernels(x[:4].astype(jnp.float32), weight.astype(jnp.float32)) == 0
+    large = jax.ShapeDtypeStruct((1 << 15, 1 << 16), jnp.bfloat16)
+    assert kernels(jax.ShapeDtypeStruct((1, 1 << 16), jnp.bfloat16), large) == 0
+    measured.clear()
+    assert kernels(x[:64], weight) == 0
+    pk.reset_dispatch_report()
