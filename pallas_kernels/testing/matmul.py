@@ -20,7 +20,7 @@ class RowInvariantMatmulTests:
     """Properties of row_invariant_matmul. A subclass sets `implementation`; None is what this device prefers."""
 
     implementation: str | None = "reference"
-    rows: tuple[int, ...] = (1, 3, 16, 17, 70, 130)
+    rows: tuple[int, ...] = (1, 17, 70)
     """Numbers of rows whose bits are compared."""
 
     def run(self, x: Any, weight: Any, bias: Any = None, **options: Any) -> jax.Array:
@@ -36,9 +36,9 @@ class RowInvariantMatmulTests:
         shapes = ((rows, columns), (outputs, columns), (outputs,))
         return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
 
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
     @pytest.mark.parametrize(
-        ("rows", "outputs", "columns"), [(1, 64, 64), (5, 96, 576), (33, 40, 72), (70, 128, 33), (1, 1, 1)]
+        ("rows", "outputs", "columns", "dtype"),
+        [(5, 96, 576, "float32"), (33, 40, 72, "bfloat16"), (70, 128, 33, "float16"), (1, 1, 1, "float32")],
     )
     def test_matches_float64_whatever_the_tiles_leave_over(
         self, rows: int, outputs: int, columns: int, dtype: str
@@ -52,16 +52,16 @@ class RowInvariantMatmulTests:
             bar = BARS[dtype] * np.abs(want).max()
             np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=2 * bar)
 
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    @pytest.mark.parametrize(("outputs", "columns"), [(96, 128), (40, 200)])
+    @pytest.mark.parametrize(("outputs", "columns", "dtype"), [(96, 128, "float32"), (40, 200, "bfloat16")])
     def test_rows_have_the_same_bits_in_calls_of_any_size_and_at_any_place(
         self, outputs: int, columns: int, dtype: str
     ) -> None:
         x, weight, bias = self.operands(max(self.rows), outputs, columns, dtype)
         whole = np.asarray(self.run(x, weight, bias))
         for rows in self.rows:
-            assert_same_bits(self.run(x[:rows], weight, bias), whole[:rows])
-            assert_same_bits(self.run(x[-rows:], weight, bias), whole[-rows:])
+            multiply = jax.jit(lambda x: self.run(x, weight, bias))
+            assert_same_bits(multiply(x[:rows]), whole[:rows])
+            assert_same_bits(multiply(x[-rows:]), whole[-rows:])
 
     def test_half_precision_is_summed_in_float32_and_may_be_returned_so(self) -> None:
         x, weight = jnp.ones((2, 4096), jnp.bfloat16), jnp.ones((16, 4096), jnp.bfloat16)
