@@ -33,7 +33,7 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, out_d
 def _kernel_is_faster(x: jax.Array, weight: jax.Array, bias: jax.Array | None, out_dtype: DTypeLike | None) -> bool:
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != (out_dtype or x.dtype)):
         return False  # XLA promotes; the kernel does not
-    return faster_than_xla(math.prod(x.shape[:-1]), *weight.shape, x.dtype)
+    return faster_than_xla(math.prod(x.shape[:-1]), weight.shape[0], weight.shape[1], x.dtype)
 
 
 def swiglu(gate_up: jax.Array) -> jax.Array:

@@ -31,7 +31,7 @@ CONFIG = EngineConfig(
 
 
 @cache
-def model(name: str, dtype: str = "float32") -> Tap:
+def model(name: str, dtype: str = "float32") -> Any:
     return Tap({"llama": tiny_llama, "hybrid": tiny_hybrid}[name](layers=2, dtype=jnp.dtype(dtype)))
 
 
@@ -128,7 +128,8 @@ def test_a_model_that_mixes_rows_is_seen_in_decode_programs() -> None:
     """The recorder sees inside `decode_steps`: prefill of one row at a time is not enough to make all bits equal."""
     bits = Bits()
     config = dataclasses.replace(CONFIG, max_rows=2, max_prefill_tokens=16)
-    e = bits.watch(Engine(MixesRows(tiny_llama()), config))
+    mixes: Any = MixesRows(tiny_llama())
+    e = bits.watch(Engine(mixes, config))
     first, second = prompt(12, seed=1), prompt(9, seed=2)
     e.generate(first, GREEDY)
     e.generate([first, second], GREEDY)
@@ -155,5 +156,6 @@ def test_a_model_that_does_not_say_so_cannot_be_row_invariant() -> None:
     class Other(Tap):
         row_invariant_matmuls = False
 
+    other: Any = Other(tiny_llama())
     with pytest.raises(ConfigError, match="row_invariant_matmuls"):
-        Engine(Other(tiny_llama()), CONFIG)
+        Engine(other, CONFIG)
