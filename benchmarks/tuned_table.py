@@ -63,6 +63,17 @@ def _best(places: Mapping[str, Mapping[str, float]], by_key: bool) -> dict[str, 
     return table
 
 
+def update(path: Path, chosen: Mapping[str, Mapping[str, Any]]) -> None:
+    """Writes entries of `{op: {key: parameters}}` to a table; others in it stay."""
+    table = json.loads(path.read_text()) if path.exists() else {}
+    entries = {**table, **{op: {**table.get(op, {}), **launches} for op, launches in chosen.items() if launches}}
+    lines = []
+    for op, launches in entries.items():
+        inner = ",\n".join(f"  {json.dumps(key)}: {json.dumps(launch)}" for key, launch in launches.items())
+        lines.append(f" {json.dumps(op)}: {{\n{inner}\n }}")
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("sweeps", type=Path, nargs="+")
@@ -71,13 +82,7 @@ def main() -> None:
     chosen = choose(row for sweep in options.sweeps for row in json.loads(sweep.read_text())["rows"])
     print(json.dumps(chosen, indent=1))
     if options.table is not None:
-        table = json.loads(options.table.read_text()) if options.table.exists() else {}
-        entries = {**table, **{op: {**table.get(op, {}), **launches} for op, launches in chosen.items() if launches}}
-        lines = []
-        for op, launches in entries.items():
-            inner = ",\n".join(f"  {json.dumps(key)}: {json.dumps(launch)}" for key, launch in launches.items())
-            lines.append(f" {json.dumps(op)}: {{\n{inner}\n }}")
-        options.table.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        update(options.table, chosen)
 
 
 if __name__ == "__main__":

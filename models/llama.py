@@ -119,6 +119,11 @@ class Llama(Model):
     config: LlamaConfig
 
     @property
+    def row_invariant_matmuls(self) -> bool:
+        """See `Model.row_invariant_matmuls`."""
+        return True
+
+    @property
     def kv_groups(self) -> tuple[LayerGroup, ...]:
         """One group: all layers are alike."""
         c = self.config

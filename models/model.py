@@ -83,6 +83,12 @@ class Model:
         return self.config.max_context
 
     @property
+    def row_invariant_matmuls(self) -> bool:
+        """Whether every matmul of `forward` and `unembed` goes through `layers.linear`, so that deterministic mode can have
+        rows with the same bits in programs of any shape. A model that does not say so is computed by one program."""
+        return False
+
+    @property
     def kv_groups(self) -> tuple[LayerGroup, ...]:
         """Layers grouped by what their pages look like and need."""
         raise NotImplementedError

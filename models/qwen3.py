@@ -150,6 +150,11 @@ class Qwen3(Model):
     config: Qwen3Config
 
     @property
+    def row_invariant_matmuls(self) -> bool:
+        """See `Model.row_invariant_matmuls`: experts are multiplied otherwise."""
+        return not self.config.sparse_layers
+
+    @property
     def kv_groups(self) -> tuple[LayerGroup, ...]:
         """One group: all layers are alike."""
         c = self.config

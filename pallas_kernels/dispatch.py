@@ -32,6 +32,7 @@ PREFERENCE: dict[str, tuple[str, tuple[str, ...]]] = {
     "add_rms_norm": ("add_rms_norm", ("triton", "reference")),
     "qkv_rope": ("qkv_rope", ("triton", "reference")),
     "grouped_matmul": ("grouped_matmul", ("triton", "reference")),
+    "row_invariant_matmul": ("row_invariant_matmul", ("triton", "reference")),
     "gather_pages": ("copy_pages", ("triton", "reference")),
     "scatter_pages": ("copy_pages", ("triton", "reference")),
     "copy_within": ("copy_pages", ("triton", "reference")),
@@ -126,6 +127,11 @@ def call(op: str, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
     result = load(op, "reference")(*args, **kwargs)
     _calls[op, "reference"] += 1
     return result
+
+
+def count(op: str, implementation: str) -> None:
+    """Count a trace of `op` that went past `call`."""
+    _calls[op, implementation] += 1
 
 
 def candidates(op: str, implementation: str | None) -> tuple[str, ...]:

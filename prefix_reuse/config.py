@@ -56,9 +56,12 @@ class EngineConfig:
     shared that it was measured to pay; True: wherever a whole split is shared; False: never."""
     deterministic: bool = False
     """A token's logits and KV have the same bits however it comes to be computed: cold, after any hit, decoded, resumed or
-    re-entered, in any batch. Every token then goes through one program of `max_prefill_tokens` tokens and `max_rows` rows,
-    decoding too, so a decode step costs what a whole prefill call costs: choose `max_prefill_tokens` small for long answers.
-    Holds within one compiled program; another process on a GPU may compile another one."""
+    re-entered, in any batch. Holds on one type of device, with one version of jax."""
+    deterministic_means: Literal["row-invariant", "one program"] | None = None
+    """How (acts with `deterministic`; see `deterministic.py`). "row-invariant": by operations whose rows do not depend on the
+    shape of the call; prefill and decode keep their programs. "one program": every token goes through one program of
+    `max_prefill_tokens` tokens and `max_rows` rows, decoding too, so a decode step costs a whole prefill call: choose
+    `max_prefill_tokens` small for long answers. None: the former on a GPU, for models that support it; else the latter."""
     publish_generated: bool = False
     """Also index full pages that hold generated tokens (useful for multi-turn chat). Off: prompt pages only."""
     share_in_wave: bool = True
@@ -100,13 +103,12 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be at least 1 or None, got {value}")
         if self.deterministic and self.shared_prefix_decode:
             raise ConfigError(
-                "deterministic runs every token through the prefill program, which shared_prefix_decode=True is not: "
+                "deterministic decodes with the attention of prefill, row by row, which shared_prefix_decode=True does not: "
                 "leave shared_prefix_decode at None or set it to False"
             )
-        if self.deterministic and self.max_rows > self.max_prefill_tokens:
+        if self.deterministic_means not in (None, "row-invariant", "one program"):
             raise ConfigError(
-                f"deterministic decodes all rows in one program of max_prefill_tokens={self.max_prefill_tokens} tokens; "
-                f"max_rows={self.max_rows} do not fit it"
+                f'deterministic_means must be "row-invariant", "one program" or None, got {self.deterministic_means!r}'
             )
         if self.enable_prefix_reuse and not self.host_page_reuse:
             raise ConfigError(

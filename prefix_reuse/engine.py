@@ -23,6 +23,7 @@ from prefix_reuse.binding import bind_store
 from prefix_reuse.cache import PrefixCache
 from prefix_reuse.capability import PrefixReuseCapability, check_model, get_prefix_reuse_capability
 from prefix_reuse.config import EngineConfig, SamplingParams
+from prefix_reuse.deterministic import deterministic_means
 from prefix_reuse.errors import (
     ConfigError,
     InvalidRequestError,
@@ -50,7 +51,7 @@ from prefix_reuse.scheduler import Scheduler
 from prefix_reuse.sequence import Sequence as Row
 from prefix_reuse.sequence import SequenceState
 from prefix_reuse.snapshot_format import Identity, Refusal
-from prefix_reuse.stats import EngineCounters, EngineStats
+from prefix_reuse.stats import EngineCounters, EngineStats, NumericsStats
 from prefix_reuse.steps import PagedModel
 from prefix_reuse.stream import TokenStream
 
@@ -95,6 +96,7 @@ class Engine:
         self.max_context = min(config.max_context or model.max_context, model.max_context)
         self.memory = plan_memory(model, config)
         device = canonical_device(device)
+        means = deterministic_means(model, config, device)
         geometry = StoreGeometry.of(model.kv_groups, config.page_size, device)
         capability = get_prefix_reuse_capability(model, config.page_size)
         self.store, self.capability = bind_store(store, config, self.memory.host_pages, geometry, capability)
@@ -114,7 +116,7 @@ class Engine:
         self.scheduler = Scheduler(config, self.store, self.runner, self.counters)
         self.offloader = Offloader(config, self.store, self.runner, self.scheduler, self.counters)
         fingerprint = weight_fingerprint(self.runner.params) if self.active else ""
-        self.intake = Intake(model, config, self.capability, self.max_context, pool_tokens, fingerprint)
+        self.intake = Intake(model, config, self.capability, self.max_context, pool_tokens, fingerprint, means)
         platform = {"device": device.device_kind, "jaxlib": importlib.metadata.version("jaxlib")}
         self.cache = PrefixCache(
             self.store,
@@ -685,6 +687,7 @@ class Engine:
             device=tuple(account.stats() for account in self.runner.accounts),
             host=self.store.stats(),
             compilations=dict(self.programs.counter.counts),
+            numerics=NumericsStats.of(self.intake.means, self.programs.matmuls),
         )
 
     def check_integrity(self) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from pallas_kernels.layout import LAYOUT
 from prefix_reuse.capability import PrefixReuseCapability
 from prefix_reuse.config import EngineConfig, SamplingParams
+from prefix_reuse.deterministic import numerics
 from prefix_reuse.errors import CapacityError, InvalidRequestError
 from prefix_reuse.hashing import Namespace
 from prefix_reuse.outputs import Tokenizer
@@ -25,6 +26,7 @@ class Intake:
     Args:
       max_context: tokens per sequence at most. pool_tokens: tokens that the smaller page pool holds.
       fingerprint: of the weights; empty = unknown.
+      means: of deterministic mode, see `deterministic_means`; empty in default mode.
     """
 
     def __init__(
@@ -35,7 +37,9 @@ class Intake:
         max_context: int,
         pool_tokens: int,
         fingerprint: str,
+        means: str = "",
     ):
+        self.means = means
         self.model, self.config, self.capability = model, config, capability
         self.max_context, self.pool_tokens = max_context, pool_tokens
         self.new_weights(fingerprint)
@@ -98,7 +102,6 @@ class Intake:
 
     def base_namespace(self) -> Namespace:
         """The namespace without salt and adapter."""
-        c = self.config
         identity = dict(getattr(self.model, "identity", None) or {})
         groups = self.model.kv_groups
         identity.setdefault("model_id", self.model.name)
@@ -118,8 +121,8 @@ class Intake:
             head_dim=groups[0].head_dim,
             layout=f"{LAYOUT}/{self.capability.store_identity}",
             attention=str(self.config.attention),
-            # Pages that another program computed may differ in the last bit; default mode does not mind whose they are.
-            **({"numerics": f"deterministic {c.max_prefill_tokens}x{c.max_rows}"} if c.deterministic else {}),
+            # Pages that were computed by other means may differ in the last bit; default mode does not mind whose they are.
+            **({"numerics": numerics(self.means, self.config)} if self.means else {}),
         )
 
 

@@ -6,15 +6,17 @@ the second engine then compiles nothing that the first has compiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import jax
 
-from pallas_kernels import copy_within
+from pallas_kernels import RowInvariance, copy_within
+from pallas_kernels.row_invariant_matmul.xla import COMPILER_OPTIONS as ROW_INVARIANT_OPTIONS
 from prefix_reuse import device_pages
 from prefix_reuse.config import EngineConfig
+from prefix_reuse.deterministic import ROW_INVARIANT, RowInvariantModel, deterministic_means, prove
 from prefix_reuse.errors import ConfigError
 from prefix_reuse.sampling import SamplingState, sample
 from prefix_reuse.steps import CompilationCounter, PagedModel, decode_steps, make_attend, prefill_step
@@ -26,7 +28,7 @@ class Programs:
 
     Args:
       model: gives `forward`, `unembed` and the layer groups; its params are passed at each call.
-      config: `attention` and `decode_steps` are compiled in.
+      config: `attention`, `decode_steps` and the means of deterministic mode are compiled in.
       device: where host copies come from and go to.
     """
 
@@ -34,29 +36,46 @@ class Programs:
         self.identity = self._identity(model, config, device)
         self.counter = CompilationCounter()
         count = self.counter.traced
-        attend = make_attend(model.kv_groups, config.attention)
+        exact = deterministic_means(model, config, device) == ROW_INVARIANT
+        self.matmuls = RowInvariance() if exact else None
+        """What is known of the matmuls of row-invariant programs; None in any other mode."""
+        self._model, self._device = model, device
+        if self.matmuls is not None:
+            wrapped: Any = RowInvariantModel(model, self.matmuls)
+            model = wrapped
+        options = ROW_INVARIANT_OPTIONS if exact else {}
+        attend = make_attend(model.kv_groups, config.attention, row_invariant=exact)
         prefill, decode = (
             partial(prefill_step, model, attend),
-            partial(decode_steps, model, attend, config.decode_steps),
+            partial(decode_steps, model, attend, config.decode_steps, row_invariant=exact),
         )
-        self.prefill = jit_step(count("prefill_step", prefill), device)
-        self.decode = jit_step(count("decode_steps", decode), device)
+        self.prefill = jit_step(count("prefill_step", prefill), device, **options)
+        self.decode = jit_step(count("decode_steps", decode), device, **options)
         self.rebuild = jax.jit(count("rebuild_tables", device_pages.rebuild), donate_argnums=0)
-        self.unembed = jax.jit(count("unembed", model.unembed))
+        self.unembed = jax.jit(count("unembed", model.unembed), compiler_options=options or None)
         self.resample = jax.jit(count("sample_again", _sample_rows))
         self.copy_pages = jax.jit(count("copy_tails", copy_within), donate_argnums=0)
         self.poison = jax.jit(count("poison_pages", _poison), donate_argnums=0)
         self.transfer = PageTransfer(device, self.counter)
 
+    def prove_matmuls(self, batch_sizes: Iterable[int]) -> None:
+        """In row-invariant programs, looks where XLA's matmuls may be used, before programs of these sizes are compiled."""
+        if self.matmuls is not None:
+            prove(self.matmuls, self._model, batch_sizes, self._device)
+
     def check(self, model: PagedModel, config: EngineConfig, device: Any) -> None:
         """Raises `ConfigError` when these programs were made for another kind of model, device or decode loop."""
         if self._identity(model, config, device) != self.identity:
-            raise ConfigError("these programs were compiled for another model, device, attention or decode_steps")
+            raise ConfigError(
+                "these programs were compiled for another model, device, attention, decode_steps or means of deterministic mode"
+            )
 
     @staticmethod
     def _identity(model: PagedModel, config: EngineConfig, device: Any) -> tuple[Any, ...]:
         shape = (type(model), getattr(model, "config", None), model.kv_groups, model.vocab_size)
-        return (*shape, config.attention, config.decode_steps, device)
+        # Default mode and one program for everything compile the same programs.
+        exact = deterministic_means(model, config, device) == ROW_INVARIANT
+        return (*shape, config.attention, config.decode_steps, device, exact)
 
 
 def jit_step(step: Callable[..., Any], device: Any, **options: Any) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 
 from prefix_reuse import device_pages
 from prefix_reuse.config import EngineConfig
+from prefix_reuse.deterministic import ONE_PROGRAM, deterministic_means
 from prefix_reuse.device_pool import DevicePool
 from prefix_reuse.errors import IntegrityError
 from prefix_reuse.host_part import HostPart
@@ -36,6 +37,8 @@ class DeviceRunner:
         self.params = jax.device_put(model.params, device)
         programs.check(model, config, device)
         self.programs = programs
+        self._one_program = deterministic_means(model, config, device) == ONE_PROGRAM
+        programs.prove_matmuls({*self.prefill_buckets, *self.decode_buckets, config.max_rows})
         self.transfer = programs.transfer
         self.windows = group_windows(model.kv_groups, config)
         self.accounts = tuple(
@@ -69,16 +72,16 @@ class DeviceRunner:
 
     @property
     def prefill_buckets(self) -> list[int]:
-        """Token counts of prefill programs; the row count is always `max_rows`. One only in deterministic mode."""
+        """Token counts of prefill programs; the row count is always `max_rows`. One only where it computes everything."""
         largest = self.config.max_prefill_tokens
-        if self.config.deterministic:
+        if self._one_program:
             return [largest]
         return _powers(min(self.config.min_prefill_tokens, largest), largest)
 
     @property
     def decode_buckets(self) -> list[int]:
-        """Row counts of decode programs; none in deterministic mode, which decodes with the prefill program."""
-        if self.config.deterministic:
+        """Row counts of decode programs; none where the prefill program decodes, too."""
+        if self._one_program:
             return []
         return _powers(min(self.config.min_decode_rows, self.config.max_rows), self.config.max_rows)
 
@@ -121,7 +124,7 @@ class DeviceRunner:
         layer in each step. Raises `IntegrityError` when a write was refused.
         """
         config = self.config
-        if config.deterministic:
+        if self._one_program:
             return self._decode_packed(rows, num_steps), 0
         size = bucket(len(rows), min(config.min_decode_rows, config.max_rows), config.max_rows)
         pad = size - len(rows)

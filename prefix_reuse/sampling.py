@@ -86,7 +86,9 @@ def keep_likely(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Ar
     return jnp.take_along_axis(ranked, rank, axis=-1)
 
 
-def sample(logits: jax.Array, counts: jax.Array, state: SamplingState, index: jax.Array) -> jax.Array:
+def sample(
+    logits: jax.Array, counts: jax.Array, state: SamplingState, index: jax.Array, draw_rows: int = 0
+) -> jax.Array:
     """The next token of each row, int32 [B].
 
     Args:
@@ -95,13 +97,21 @@ def sample(logits: jax.Array, counts: jax.Array, state: SamplingState, index: ja
       state: per-row parameters.
       index: int32 [B]: how many tokens the row has generated so far; picks the place in its random stream, so that a
         row continues identically after a hold, an eviction or in another batch.
+      draw_rows: random draws are made in a batch of at least this many rows, the rest padding: one shape, so one order in
+        which XLA adds up a row's probabilities.
     """
+    rows = logits.shape[0]
+    more = max(draw_rows - rows, 0)
+
+    def padded(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, [(0, more)] + [(0, 0)] * (x.ndim - 1))
+
     logits = jax.lax.cond(state.any_penalty, lambda x: apply_penalties(x, counts, state), lambda x: x, logits)
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def draw(logits: jax.Array) -> jax.Array:
         scaled = logits / jnp.where(state.temperature > 0, state.temperature, 1.0)[:, None]
-        scaled = keep_likely(scaled, state.top_k, state.top_p)
+        scaled = keep_likely(*(padded(x) for x in (scaled, state.top_k, state.top_p)))[:rows]
 
         def one(row: jax.Array, seed: jax.Array, stream: jax.Array, i: jax.Array) -> jax.Array:
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), i)

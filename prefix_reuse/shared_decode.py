@@ -40,7 +40,7 @@ class SharedPrefixPlanner:
         self._page_size, self._columns = config.page_size, max_columns
         self._splits = max_columns * config.page_size // SPLIT
         wanted = config.shared_prefix_decode
-        if config.deterministic:  # there is no decode program
+        if config.deterministic:  # decode attends like prefill, row by row
             wanted = False
         if wanted is None:
             wanted = device.platform == "gpu" and config.attention in (None, "triton", "mosaic_gpu")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pallas_kernels import RowInvariance
 from prefix_reuse.device_pool import DevicePoolStats
 
 
@@ -104,6 +105,30 @@ class EngineCounters:
 
 
 @dataclass(frozen=True)
+class NumericsStats:
+    """How deterministic mode keeps its promise; of matmuls in row-invariant mode only."""
+
+    means: str = ""
+    """"row-invariant" or "one program"; empty in default mode."""
+    xla_matmuls: int = 0
+    """Shapes of matmuls that XLA runs, since its bits were seen to be the kernel's."""
+    kernel_matmuls: int = 0
+    """Shapes that the kernel runs."""
+    different_matmuls: tuple[str, ...] = ()
+    """Those of them at which XLA's bits differ; XLA might be faster there."""
+    fixed_tile: bool = False
+    """The kernel's tiles were seen to differ in their bits on this card, so that one serves all shapes, slowly."""
+
+    @classmethod
+    def of(cls, means: str, matmuls: RowInvariance | None) -> NumericsStats:
+        if matmuls is None:
+            return cls(means)
+        known = matmuls.known | matmuls.seen
+        different = tuple(str(shape) for shape in sorted(matmuls.different))
+        return cls(means, len(matmuls.equal), len(known - matmuls.equal), different, matmuls.fixed_tile)
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """One moment of an engine. `print(stats)` gives a table; `dataclasses.asdict(stats)` plain numbers."""
 
@@ -123,6 +148,7 @@ class EngineStats:
     host: Any
     """`host_store.HostStats`."""
     compilations: Mapping[str, int]
+    numerics: NumericsStats = NumericsStats()
 
     def __str__(self) -> str:
         lines = [f"prefix reuse: enabled={self.enabled} active={self.active} {self.disabled_reason}".rstrip()]
@@ -136,6 +162,7 @@ class EngineStats:
         ]
         parts += [(f"device pages {i}", stats) for i, stats in enumerate(self.device)]
         parts.append(("host pages", self.host))
+        parts.append(("numerics", self.numerics))
         for title, part in parts:
             values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
             if isinstance(part, DevicePoolStats):

@@ -3,7 +3,8 @@
     prefill_step    token-packed: rows of different length, hits and misses, in one program
     decode_steps    several decode steps inside one `lax.while_loop`, sampling included
 
-In deterministic mode `prefill_step`, in one shape, does the decoding too.
+In deterministic mode either both run with row-invariant operations (see `deterministic.py`), or `prefill_step`, in one
+shape, does the decoding too.
 
 Both take the model as `forward(params, tokens, positions, kv, attend) -> (hidden, kv)`: the model calls
 `attend(kv, layer, q, k, v)` once per layer; `attend` writes the new K/V through the page table and attends over the row's
@@ -108,8 +109,13 @@ class PagedKV(struct.PyTreeNode):
     """Per group, decode only: rows that read shared pages together; None = every row reads its own."""
 
 
-def make_attend(groups: tuple[LayerGroup, ...], implementation: str | None = None) -> Callable[..., Any]:
-    """The `attend` that a model calls in each layer, for these layer groups."""
+def make_attend(
+    groups: tuple[LayerGroup, ...], implementation: str | None = None, *, row_invariant: bool = False
+) -> Callable[..., Any]:
+    """The `attend` that a model calls in each layer, for these layer groups.
+
+    `row_invariant`: decode rows go through the prefill kernel, one query each, so that a token has the same bits in both.
+    """
     place = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
 
     def attend(
@@ -129,6 +135,7 @@ def make_attend(groups: tuple[LayerGroup, ...], implementation: str | None = Non
             (kv.page_ids[g], kv.slots, kv.writable[g], kv.refcounts[g]),
             (kv.tables[g], kv.q_offsets, kv.kv_lens, kv.shared[g]),
             options=tuple(sorted({**options, "implementation": implementation}.items())),
+            row_invariant=row_invariant,
         )
         pools = (*kv.kv_pages[:g], pages, *kv.kv_pages[g + 1 :])
         return out, kv.replace(kv_pages=pools, refused=kv.refused + refused)
@@ -136,7 +143,7 @@ def make_attend(groups: tuple[LayerGroup, ...], implementation: str | None = Non
     return attend
 
 
-@partial(jax.jit, static_argnames="options")
+@partial(jax.jit, static_argnames=("options", "row_invariant"))
 def _write_and_attend(
     layer: jax.Array,
     kv_pages: jax.Array,
@@ -145,6 +152,7 @@ def _write_and_attend(
     rows: tuple[jax.Array, jax.Array | None, jax.Array, SharedPrefixPlan | None],
     *,
     options: tuple[tuple[str, Any], ...],
+    row_invariant: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One layer's append and attention, traced and lowered once for all layers that are alike (the layer is an operand)."""
     q, k, v, sinks = qkv_sinks
@@ -154,6 +162,10 @@ def _write_and_attend(
     keywords: dict[str, Any] = {"layer": layer, "sinks": sinks, **dict(options)}
     if shared is not None:
         return pages, shared_prefix_attention(q, pages, table, kv_lens, shared, **keywords), refused
+    if row_invariant:
+        if q_offsets is None:
+            q_offsets = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
+        keywords["fixed_tile"] = True
     if q_offsets is None:
         return pages, paged_decode_attention(q, pages, table, kv_lens, **keywords), refused
     return pages, ragged_paged_attention(q, pages, table, q_offsets, kv_lens, **keywords), refused
@@ -284,10 +296,21 @@ class DecodeOutputs(struct.PyTreeNode):
 
 
 def decode_steps(
-    model: PagedModel, attend: Callable[..., Any], max_steps: int, params: Any, pools: Pools, batch: DecodeInputs
+    model: PagedModel,
+    attend: Callable[..., Any],
+    max_steps: int,
+    params: Any,
+    pools: Pools,
+    batch: DecodeInputs,
+    *,
+    row_invariant: bool = False,
 ) -> tuple[DecodeOutputs, Pools]:
-    """Donates `pools`. Runs until `num_steps` steps are done or every row has ended; ended rows write nothing."""
+    """Donates `pools`. Runs until `num_steps` steps are done or every row has ended; ended rows write nothing.
+
+    `row_invariant`: random draws are made in a batch of all rows of the page table, like those of `prefill_step`.
+    """
     num_rows = batch.tokens.shape[0]
+    draw_rows = pools[0].page_table.shape[0] if row_invariant else num_rows
     row_index = jnp.arange(num_rows, dtype=jnp.int32)
 
     def running(carry: Any) -> jax.Array:
@@ -299,7 +322,7 @@ def decode_steps(
         kv_lens = jnp.where(live, context + 1, 0)
         kv = paged_kv(pools, batch.rows, row_index, context, live, None, kv_lens, batch.shared)
         hidden, kv = model.forward(params, tokens, context, kv, attend)
-        chosen = sample(model.unembed(params, hidden), counts, batch.sampling, batch.index + step)
+        chosen = sample(model.unembed(params, hidden), counts, batch.sampling, batch.index + step, draw_rows)
         context = jnp.where(live, context + 1, context)
         pools = commit(pools, kv, batch.rows, context)
         counts = add_counts(counts, chosen, live, batch.sampling)

@@ -195,8 +195,8 @@ def preflight(
 
 
 def run_tests(root: Path, arguments: Sequence[str]) -> int:
-    """`pytest -m gpu`, its process id on file while it lives; a skip counts as a failure (tests/conftest.py)."""
-    argv = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", *arguments]
+    """`pytest -m "gpu and not slow"`, its process id on file while it lives; a skip counts as a failure (tests/conftest.py)."""
+    argv = [sys.executable, "-m", "pytest", "-m", "gpu and not slow", "tests/gpu", *arguments]
     process = subprocess.Popen(argv, cwd=root, env={**os.environ, "PREFIX_REUSE_REQUIRE_GPU": "1"})
     pid_file = root / PID_FILE
     pid_file.write_text(json.dumps([os.getpid(), process.pid]))

@@ -22,6 +22,7 @@ def ragged_paged_attention(
     sinks: jax.Array | None = None,
     soft_cap: float | None = None,
     return_lse: bool = False,
+    fixed_tile: bool = False,
     implementation: str | None = None,
 ) -> Any:
     """Causal attention where each row's queries are the last positions of its keys.
@@ -30,6 +31,9 @@ def ragged_paged_attention(
     `kv_lens[b]` keys, whose K and V are already in the pages. Page 4, kv_len 6, two queries: they are at positions
     4 and 5 and see keys 0..4 and 0..5 (causal from the bottom right). Nothing is donated and no state changes.
 
+    Keys are added up in an order that follows their absolute positions: a query's bits depend neither on the batch nor on
+    how its row is split over calls. They may depend on T, which chooses the tile, unless `fixed_tile`.
+
     Args:
         q: `[T, H, D]`, in the dtype of the pool. Tokens from `q_offsets[B]` on are padding.
         kv_pages: `[L, P, *page_shape]` page pool. Pages that no row names, and slots past `kv_lens`, may hold anything,
@@ -37,13 +41,16 @@ def ragged_paged_attention(
         page_table: int32 `[B, M]`; page of row b's keys `m * S .. m * S + S - 1`. -1 is unused and never read; columns
             that a window has passed may be -1.
         q_offsets: int32 `[B + 1]`, ascending, from 0 to at most T.
-        kv_lens: int32 `[B]`, at most `M * S`, each at least its row's number of queries; 0 is an empty row.
+        kv_lens: int32 `[B]`, at most `M * S`, each at least its row's number of queries; 0 is an empty row, whose queries
+            see nothing.
         layer: layer inside the pool, int or traced int32 scalar.
         scale: factor of the logits; `1 / sqrt(D)` if None.
         window: key j is visible to the query at position i iff `i - window < j <= i`; None is no limit.
         sinks: `[H]`, one more logit per head in the denominator, not scaled and not capped.
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
         return_lse: also return the log of the softmax denominator.
+        fixed_tile: use one tile of queries for every T, so that a query has equal bits in calls of different T, of one query
+            a row (decode) or of many.
         implementation: "reference", "triton", "mosaic_gpu", or None for the best on this device.
 
     Returns:
@@ -73,5 +80,6 @@ def ragged_paged_attention(
         sinks=sinks,
         soft_cap=soft_cap,
         return_lse=return_lse,
+        fixed_tile=fixed_tile,
     )
     return (out, lse) if return_lse else out

@@ -120,6 +120,7 @@ def ragged_paged_attention(
     sinks: jax.Array | None,
     soft_cap: float | None,
     return_lse: bool,
+    fixed_tile: bool = True,
     config: dict[str, Any] | None = None,
     interpret: Any = False,
     plan: schedule.Schedule | None = None,
@@ -127,6 +128,7 @@ def ragged_paged_attention(
     """See `api.ragged_paged_attention`; `lse` is empty (all -inf) unless asked for.
 
     Args:
+        fixed_tile: always true: a tile is 64 rows of two warpgroups each, whatever T is.
         config: overrides of the tuned sizes (keys of `mosaic_tuned.json`, `split`).
         interpret: `plgpu.InterpretGPUParams(...)` to simulate on CPU.
         plan: `make_plan` of the same arguments. Layers of one step share it: XLA does so by itself when they are
@@ -135,6 +137,7 @@ def ragged_paged_attention(
     Raises:
         NotImplementedError: dtype, head_dim, page size or scale without a kernel.
     """
+    del fixed_tile
     chosen = sizes(q, kv_pages, page_table, scale=scale, config=config)
     tuned, packed, tokens, slots, split = chosen.tuned, chosen.packed, chosen.tokens, chosen.slots, chosen.split
     head_groups, num_chunks = chosen.head_groups, chosen.num_chunks

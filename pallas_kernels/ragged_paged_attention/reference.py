@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from pallas_kernels import chunks
 
 BLOCK_TOKENS = 64
+FIXED_BLOCK_TOKENS = 16
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "return_lse"))
+@functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "return_lse", "fixed_tile"))
 def ragged_paged_attention(
     q: jax.Array,
     kv_pages: jax.Array,
@@ -30,13 +31,14 @@ def ragged_paged_attention(
     sinks: jax.Array | None,
     soft_cap: float | None,
     return_lse: bool,
+    fixed_tile: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.ragged_paged_attention`; always returns `(out, lse)`, and XLA drops what is not used."""
     del return_lse
     num_tokens, num_heads, head_dim = q.shape
     page_size, num_kv_heads = chunks.page_size_and_heads(kv_pages)
     group = num_heads // num_kv_heads
-    block = min(BLOCK_TOKENS, num_tokens)
+    block = FIXED_BLOCK_TOKENS if fixed_tile else min(BLOCK_TOKENS, num_tokens)
     table = chunks.pad_table(page_table, page_size)
 
     # [K, T, G, D]: the query heads of one KV head become rows of one matmul. The extra block keeps slices unclamped.

@@ -45,6 +45,7 @@ def ragged_paged_attention(
     sinks: jax.Array | None,
     soft_cap: float | None,
     return_lse: bool,
+    fixed_tile: bool = False,
     config: dict[str, int] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.ragged_paged_attention`; `config` overrides the tuned launch parameters (see `DEFAULTS`)."""
@@ -65,19 +66,25 @@ def ragged_paged_attention(
         scale=scale,
         window=window,
         soft_cap=soft_cap,
+        fixed_tile=fixed_tile,
         interpret=interpret_here(),
         config=tuple(sorted(chosen.items())),
     )
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "interpret", "config"))
-def _attend(q, kv_pages, page_table, q_offsets, kv_lens, layer, sinks, *, scale, window, soft_cap, interpret, config):
+@functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "fixed_tile", "interpret", "config"))
+def _attend(
+    q, kv_pages, page_table, q_offsets, kv_lens, layer, sinks,
+    *, scale, window, soft_cap, fixed_tile, interpret, config,
+):  # fmt: skip
     options = dict(config)
     num_tokens, num_heads, _ = q.shape
     num_kv_heads = layout.num_kv_heads_of(kv_pages)
     batch = page_table.shape[0]
     heads = power_of_two(num_heads // num_kv_heads)
-    tokens = max(1, min(options["block_q"] // heads, power_of_two(num_tokens)))
+    tokens = options["block_q"] // heads
+    if not fixed_tile:  # how a row of a tile is laid out over threads, and so its sums, may depend on the tile
+        tokens = min(tokens, power_of_two(num_tokens))
     tokens = max(tokens, pl.cdiv(16, heads))  # tensor cores take 16 rows and more
 
     # Which row each block of tokens belongs to: at most one part-filled block a row, so the grid has a static bound.

@@ -14,6 +14,7 @@ from pallas_kernels.testing.cases import make_inputs as make_inputs
 from pallas_kernels.testing.cases import share_pages as share_pages
 from pallas_kernels.testing.experts import GroupedMatmulTests as GroupedMatmulTests
 from pallas_kernels.testing.experts import random_mxfp4 as random_mxfp4
+from pallas_kernels.testing.matmul import RowInvariantMatmulTests as RowInvariantMatmulTests
 from pallas_kernels.testing.oracle import attention_oracle as attention_oracle
 from pallas_kernels.testing.writes import AppendKVTests as AppendKVTests
 from pallas_kernels.testing.writes import CopyPagesTests as CopyPagesTests

@@ -83,8 +83,15 @@ class _AttentionTests:
 class RaggedPagedAttentionTests(_AttentionTests):
     """Properties of ragged_paged_attention."""
 
-    def run(self, inputs: PagedInputs, *, pool: np.ndarray | None = None, implementation: str = "") -> Any:
-        out, lse = jax.jit(ragged_paged_attention, static_argnames=_STATIC)(
+    def run(
+        self,
+        inputs: PagedInputs,
+        *,
+        pool: np.ndarray | None = None,
+        implementation: str = "",
+        fixed_tile: bool = False,
+    ) -> Any:
+        out, lse = jax.jit(ragged_paged_attention, static_argnames=(*_STATIC, "fixed_tile"))(
             jnp.asarray(inputs.q),
             jnp.asarray(inputs.pool if pool is None else pool),
             jnp.asarray(inputs.page_table),
@@ -92,6 +99,7 @@ class RaggedPagedAttentionTests(_AttentionTests):
             jnp.asarray(inputs.kv_lens),
             layer=jnp.int32(inputs.case.layer),
             return_lse=True,
+            fixed_tile=fixed_tile,
             implementation=implementation or self.implementation,
             **inputs.options,
         )
@@ -150,6 +158,26 @@ class RaggedPagedAttentionTests(_AttentionTests):
             for got, want in zip(part, whole, strict=True):
                 assert_same_bits(got[:queries], want[start:stop])
             start = stop
+
+    def test_with_a_fixed_tile_calls_of_any_size_have_the_same_bits(self) -> None:
+        self.check_fixed_tile("float32")
+
+    def check_fixed_tile(self, dtype: str) -> None:
+        """A row of 40 queries in one call, and its last three with one query a row, as in decode, beside a longer row."""
+        inputs = make_inputs(PagedCase("fixed tile", ((40, 300), (1, 330)), window=70, sinks=True, dtype=dtype), 5)
+        out, lse = self.attempt(inputs, fixed_tile=True)
+        bar = REFERENCE_BARS.get(dtype, F32_BAR)
+        np.testing.assert_allclose(out.astype(np.float64), attention_oracle(inputs)[0], atol=bar, rtol=0)
+        for back in range(3):
+            at = 39 - back
+            single = dataclasses.replace(
+                inputs,
+                q=inputs.q[[at, 40]],
+                q_offsets=np.array([0, 1, 2], np.int32),
+                kv_lens=np.array([300 - back, 330], np.int32),
+            )
+            for got, want in zip(self.run(single, fixed_tile=True), (out, lse), strict=True):
+                assert_same_bits(got, want[[at, 40]])
 
     def test_static_and_traced_layer_have_the_same_bits(self) -> None:
         inputs = make_inputs(PagedCase("layer", ((5, 20),)), 4)

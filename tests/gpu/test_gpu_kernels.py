@@ -12,6 +12,7 @@ from pallas_kernels.testing import (
     GroupedMatmulTests,
     PagedDecodeAttentionTests,
     RaggedPagedAttentionTests,
+    RowInvariantMatmulTests,
 )
 
 pytestmark = pytest.mark.gpu
@@ -19,6 +20,14 @@ pytestmark = pytest.mark.gpu
 
 class TestDispatchedPrefill(RaggedPagedAttentionTests):
     implementation = None  # type: ignore[assignment]
+
+    def test_with_a_fixed_tile_half_precision_has_the_same_bits_in_decode(self):
+        self.check_fixed_tile("bfloat16")
+
+
+class TestDispatchedMatmul(RowInvariantMatmulTests):
+    implementation = None
+    rows = (1, 3, 16, 17, 64, 70, 130, 300)
 
 
 class TestDispatchedDecode(PagedDecodeAttentionTests):

@@ -312,12 +312,14 @@ def test_pages_of_other_numerics_are_never_shared():
     [
         ({"shared_prefix_decode": True}, "shared_prefix_decode"),
         ({"max_rows": 33, "max_prefill_tokens": 32}, "max_rows"),
+        ({"deterministic_means": "luck"}, "deterministic_means"),
     ],
 )
 def test_what_cannot_be_deterministic_is_a_configuration_error(changes: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
-        EngineConfig(page_size=4, deterministic=True, **changes)
-    EngineConfig(page_size=4, **changes)
+        Engine(model("llama"), EngineConfig(page_size=4, deterministic=True, **changes))
+    if "deterministic_means" not in changes:
+        EngineConfig(page_size=4, **changes)
 
 
 def test_decode_does_not_share_reads_in_deterministic_mode():
