@@ -231,6 +231,11 @@ class GptOss(Model):
     config: GptOssConfig
 
     @property
+    def row_invariant_matmuls(self) -> bool:
+        """See `Model.row_invariant_matmuls`."""
+        return True
+
+    @property
     def kv_groups(self) -> tuple[LayerGroup, ...]:
         """Layers of full attention, then a group for each window."""
         c = self.config

@@ -84,8 +84,11 @@ class Model:
 
     @property
     def row_invariant_matmuls(self) -> bool:
-        """Whether every matmul of `forward` and `unembed` goes through `layers.linear`, so that deterministic mode can have
-        rows with the same bits in programs of any shape. A model that does not say so is computed by one program."""
+        """Whether every matmul of `forward` and `unembed` goes through `layers.linear` or `moe.grouped_linear`.
+
+        Then deterministic mode can have rows with the same bits in programs of any shape; a model that does not say so is
+        computed by one program.
+        """
         return False
 
     @property

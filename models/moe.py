@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.params import Source
-from pallas_kernels import Mxfp4, grouped_matmul
+from pallas_kernels import Mxfp4, grouped_matmul, row_invariance
 
 MOST_COMPARED = 256
 """Keys up to which each is compared with each other one: two small kernels, where a sort is several."""
@@ -54,7 +54,7 @@ def grouped_linear(
     group_sizes: jax.Array,
     bias: jax.Array | None = None,
     *,
-    fixed_tile: bool = False,
+    fixed_tile: bool | None = None,
 ) -> jax.Array:
     """Row r of x times the weight of the group that r falls in.
 
@@ -63,12 +63,14 @@ def grouped_linear(
         weight: [E, out, in], in x's dtype or MXFP4.
         group_sizes: int32 [E], rows of each group; they add up to N.
         bias: [E, out] or None.
-        fixed_tile: equal bits of a row in calls of different N, see `pallas_kernels.grouped_matmul`.
+        fixed_tile: equal bits of a row in calls of different N, see `pallas_kernels.grouped_matmul`; None = where row-invariant
+            matmuls are asked for (`pallas_kernels.row_invariance`).
 
     Returns:
         [N, out].
     """
-    return grouped_matmul(x, weight, group_sizes, bias=bias, fixed_tile=fixed_tile)
+    fixed = row_invariance() is not None if fixed_tile is None else fixed_tile
+    return grouped_matmul(x, weight, group_sizes, bias=bias, fixed_tile=fixed)
 
 
 def mix_experts(x: jax.Array, weights: jax.Array, experts: jax.Array, num_experts: int, expert_mlp: Rows) -> jax.Array:

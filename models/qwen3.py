@@ -151,8 +151,8 @@ class Qwen3(Model):
 
     @property
     def row_invariant_matmuls(self) -> bool:
-        """See `Model.row_invariant_matmuls`: experts are multiplied otherwise."""
-        return not self.config.sparse_layers
+        """See `Model.row_invariant_matmuls`."""
+        return True
 
     @property
     def kv_groups(self) -> tuple[LayerGroup, ...]:

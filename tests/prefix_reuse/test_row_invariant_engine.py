@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 from determinism_helpers import Bits, Tap
 from engine_helpers import drained, prompt
+from model_data import TINY
 
+import models
 from models.testing import tiny_hybrid, tiny_llama
 from prefix_reuse import Engine, EngineConfig, SamplingParams
 from prefix_reuse.errors import ConfigError
@@ -32,7 +34,8 @@ CONFIG = EngineConfig(
 
 @cache
 def model(name: str, dtype: str = "float32") -> Any:
-    return Tap({"llama": tiny_llama, "hybrid": tiny_hybrid}[name](layers=2, dtype=jnp.dtype(dtype)))
+    tiny = {"llama": tiny_llama, "hybrid": tiny_hybrid}
+    return Tap(tiny[name](layers=2, dtype=jnp.dtype(dtype)) if name in tiny else models.load(TINY / name, dtype=dtype))
 
 
 @cache
@@ -81,6 +84,12 @@ def check_all_ways(name: str, dtype: str = "float32", **changes: Any) -> None:
 @pytest.mark.parametrize("name", ["hybrid", pytest.param("llama", marks=pytest.mark.slow)])
 def test_every_token_has_the_same_bits_wherever_it_is_computed(name: str) -> None:
     check_all_ways(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gpt_oss_mxfp4"])
+def test_the_other_families_too(name: str) -> None:
+    check_all_ways(name, "bfloat16")
 
 
 @pytest.mark.slow
