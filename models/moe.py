@@ -36,16 +36,37 @@ def softmax_then_topk(logits: jax.Array, k: int, normalise: bool) -> tuple[jax.A
     Returns:
         (weights f32 [T, k], experts int32 [T, k]).
     """
-    weights, experts = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), k)
+    weights, experts = jax.lax.top_k(softmax(logits.astype(jnp.float32)), k)
     if normalise:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        weights = weights / sum_last(weights)
     return weights, experts
 
 
 def topk_then_softmax(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """GPT-OSS: the k largest logits, and a softmax over those alone. As `softmax_then_topk`."""
     values, experts = jax.lax.top_k(logits.astype(jnp.float32), k)
-    return jax.nn.softmax(values, axis=-1), experts
+    return softmax(values), experts
+
+
+def softmax(x: jax.Array) -> jax.Array:
+    """Over the last axis; in row-invariant mode with `sum_last`."""
+    if row_invariance() is None:
+        return jax.nn.softmax(x, axis=-1)
+    powers = jnp.exp(x - jnp.max(x, axis=-1, keepdims=True))
+    return powers / sum_last(powers)
+
+
+def sum_last(x: jax.Array) -> jax.Array:
+    """Sum over the last axis, which stays as 1. In row-invariant mode halves are added to each other, over and over.
+
+    XLA's own order of a short sum follows the number of rows: a GPU reads several numbers at once where there are enough rows.
+    """
+    if row_invariance() is None:
+        return jnp.sum(x, axis=-1, keepdims=True)
+    while (count := x.shape[-1]) > 1:
+        half = -(-count // 2)
+        x = x[..., :half] + jnp.pad(x[..., half:], [(0, 0)] * (x.ndim - 1) + [(0, 2 * half - count)])
+    return jax.lax.optimization_barrier(x)  # computed once, not again for every number that is divided by it
 
 
 def grouped_linear(

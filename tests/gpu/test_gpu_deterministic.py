@@ -19,14 +19,16 @@ from models.testing import tiny_hybrid, tiny_llama
 from pallas_kernels.row_invariant_matmul import proof
 from prefix_reuse import Engine, EngineConfig, SamplingParams
 from prefix_reuse.deterministic import ROW_INVARIANT, deterministic_means
-from prefix_reuse.verify import VerifyReport, run_verify
+from prefix_reuse.verify import run_verify
 
 pytestmark = pytest.mark.gpu
 
 WIDE: dict[str, Any] = {"hidden": 512, "heads": 8, "kv_heads": 2, "head_dim": 64, "max_context": 512}
 
 
-def check_report(report: VerifyReport) -> None:
+def verify(model: Any, page_size: int = 16) -> None:
+    assert deterministic_means(model, EngineConfig(deterministic=True), jax.devices()[0]) == ROW_INVARIANT
+    report = run_verify(model, deterministic=True, page_size=page_size)
     print(report)
     assert report.violations == ()
     for run in report.runs:
@@ -47,9 +49,7 @@ def check_report(report: VerifyReport) -> None:
     ],
 )
 def test_wide_tiny_models(tiny: Any, dtype: str, page_size: int) -> None:
-    model = tiny(dtype=jnp.dtype(dtype), **WIDE)
-    check_report(run_verify(model, deterministic=True, page_size=page_size))
-    assert deterministic_means(model, EngineConfig(deterministic=True), jax.devices()[0]) == ROW_INVARIANT
+    verify(tiny(dtype=jnp.dtype(dtype), **WIDE), page_size)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_wide_tiny_models(tiny: Any, dtype: str, page_size: int) -> None:
     ],
 )
 def test_tiny_checkpoints_of_the_other_families(name: str, dtype: str) -> None:
-    check_report(run_verify(models.load(TINY / name, dtype=dtype), deterministic=True, page_size=16))
+    verify(models.load(TINY / name, dtype=dtype))
 
 
 def qwen3_30b_a3b(layers: int) -> Qwen3:
@@ -93,7 +93,7 @@ def qwen3_30b_a3b(layers: int) -> Qwen3:
 
 def test_8_tokens_over_64_cached_ones_on_the_shapes_of_qwen3_30b_a3b() -> None:
     """At page 16: `first` of 72 tokens is query 8, context 64, kv 72 after a hit."""
-    check_report(run_verify(qwen3_30b_a3b(layers=2), deterministic=True, page_size=16))
+    verify(qwen3_30b_a3b(layers=2))
 
 
 def test_two_engines_of_two_models_interleaved() -> None:

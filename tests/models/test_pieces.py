@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from models.moe import MOST_COMPARED, grouped_linear, mix_experts, softmax_then_
 from models.mxfp4 import dequantise, random_mxfp4
 from models.rope import RopeConfig, rope_table
 from models.testing import TOY_EOS, reference_generate, reference_logits, tiny_hybrid, tiny_llama, toy_tokenizer
-from pallas_kernels import Mxfp4
+from pallas_kernels import Mxfp4, RowInvariance
 from pallas_kernels.qkv_rope.reference import rotate
 
 RNG = np.random.default_rng(0)
@@ -95,6 +96,23 @@ def test_mixture_of_a_token_does_not_depend_on_its_neighbours() -> None:
     mixed = mix_experts(x, weights, experts, 4, mlp)
     shuffled = mix_experts(x[order], weights[order], experts[order], 4, mlp)
     assert jnp.array_equal(mixed[order], shuffled)
+
+
+@pytest.mark.parametrize("experts", [1, 5, 8, 32, 128])
+def test_routing_in_row_invariant_mode_is_the_same_softmax_and_leaves_no_sum_to_the_compiler(experts: int) -> None:
+    logits, k = jnp.asarray(normal(6, experts)), min(experts, 4)
+
+    def route(x: jax.Array) -> tuple[Any, Any]:
+        return softmax_then_topk(x, k, normalise=True), topk_then_softmax(x, k)
+
+    assert "reduce_sum" in str(jax.make_jaxpr(route)(logits))
+    want = route(logits)
+    with RowInvariance().active():
+        assert "reduce_sum" not in str(jax.make_jaxpr(route)(logits))
+        got = route(logits)
+    for (weights, chosen), (other, same) in zip(got, want, strict=True):
+        np.testing.assert_allclose(weights, other, rtol=1e-6)
+        assert jnp.array_equal(chosen, same)
 
 
 @pytest.mark.parametrize("count", [1, 2, 32, MOST_COMPARED, MOST_COMPARED + 1])
