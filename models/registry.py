@@ -210,6 +210,7 @@ def _load_export(path: Path, dtype: Any, dequantise: bool, report: Callable[[Loa
     count, total = len(jax.tree.leaves(plan)), memory_needed(plan, config.dtype)
     report = report or (lambda _: None)
     report(LoadProgress("", 0, count, 0, total))
+    export.check_files(path, manifest)
     params = export.read_params(path, manifest, plan, config.dtype)
     report(LoadProgress("", count, count, total, total))
     return family.model(
