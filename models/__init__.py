@@ -2,6 +2,7 @@
 
 import models
 model = models.load("smollm2")                 # or a folder, or a .gguf file
+models.save(model, "folder")                   # models.load("folder") is this model again
 hidden, kv = model.forward(model.params, tokens, positions, kv, attend)
 logits = model.unembed(model.params, hidden)
 """
@@ -9,7 +10,7 @@ logits = model.unembed(model.params, hidden)
 from models.errors import CheckpointError, UnsupportedAttentionError, UnsupportedModelError
 from models.model import Attend, Model
 from models.params import LoadProgress
-from models.registry import checkpoint_memory, from_config, load
+from models.registry import checkpoint_memory, from_config, load, save
 from models.tokenizer import Tokenizer
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
     "checkpoint_memory",
     "from_config",
     "load",
+    "save",
 ]

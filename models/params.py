@@ -10,6 +10,7 @@ import fnmatch
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -123,7 +124,7 @@ def load_params(
     check_tensors(checkpoint, plan, ignore)
     leaves, tree = jax.tree_util.tree_flatten_with_path(plan)
     total = memory_needed(plan, dtype)
-    _check_memory(checkpoint, total)
+    check_memory(checkpoint.path, total)
     done_bytes = 0
     report = progress or (lambda _: None)
     report(LoadProgress("", 0, len(leaves), 0, total))
@@ -206,15 +207,16 @@ def _draw(key: jax.Array, shape: tuple[int, ...], dtype: Any, scale: float) -> j
 _random_normal = jax.jit(_draw, static_argnums=(1, 2, 3))
 
 
-def _check_memory(checkpoint: Checkpoint, needed: int) -> None:
-    """Refuses a load that the default device cannot hold, where the device says how much it has (CPUs do not)."""
+def check_memory(path: Path, needed: int) -> None:
+    """Refuses a load that the default device cannot hold, where the device says how much it has (CPUs do not).
+
+    Raises CheckpointError.
+    """
     stats = jax.devices()[0].memory_stats() or {}
     limit = stats.get("bytes_limit")
     if limit is not None and needed > limit - stats.get("bytes_in_use", 0):
         free = limit - stats.get("bytes_in_use", 0)
-        raise CheckpointError(
-            f"{checkpoint.path} needs {needed / 1e9:.1f} GB of device memory, {free / 1e9:.1f} are free"
-        )
+        raise CheckpointError(f"{path} needs {needed / 1e9:.1f} GB of device memory, {free / 1e9:.1f} are free")
 
 
 def _some(names: Iterable[str], most: int = 6) -> str:

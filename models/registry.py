@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from models import gpt_oss, llama, qwen3
+from models import export, gpt_oss, llama, qwen3
 from models.checkpoint import Checkpoint, SafetensorsCheckpoint, digest_of, read_config
 from models.errors import CheckpointError, UnsupportedAttentionError, UnsupportedModelError
 from models.gguf_checkpoint import GgufCheckpoint
@@ -28,21 +29,22 @@ class Family:
     """What the registry needs of a model file."""
 
     model: type[Model]
-    config: Callable[[Mapping[str, Any], Any], Any]
+    config: Any
     plan: Callable[[Any], Any]
     unused_tensors: tuple[str, ...] = ()
 
 
-LLAMA = Family(llama.Llama, llama.LlamaConfig.from_hf, llama.plan, llama.UNUSED_TENSORS)
-
-QWEN3 = Family(qwen3.Qwen3, qwen3.Qwen3Config.from_hf, qwen3.plan)
-GPT_OSS = Family(gpt_oss.GptOss, gpt_oss.GptOssConfig.from_hf, gpt_oss.plan)
+LLAMA = Family(llama.Llama, llama.LlamaConfig, llama.plan, llama.UNUSED_TENSORS)
+QWEN3 = Family(qwen3.Qwen3, qwen3.Qwen3Config, qwen3.plan)
+GPT_OSS = Family(gpt_oss.GptOss, gpt_oss.GptOssConfig, gpt_oss.plan)
 
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(llama.ARCHITECTURES, LLAMA),
     **dict.fromkeys(qwen3.ARCHITECTURES, QWEN3),
     **dict.fromkeys(gpt_oss.ARCHITECTURES, GPT_OSS),
 }
+
+_EXPORTED = {family.model.__name__: family for family in (LLAMA, QWEN3, GPT_OSS)}
 
 # Config keys of attentions that cache one latent vector (MLA) or select keys by an indexer (DSA).
 _LATENT_KEYS = ("kv_lora_rank", "qk_rope_head_dim", "index_topk", "index_n_heads")
@@ -55,7 +57,8 @@ def load(path_or_name: str | Path, dtype: Any = None, progress: Progress = None,
     """Loads a model to the default device.
 
     Args:
-        path_or_name: a folder with `config.json` and safetensors, a `.gguf` file, or a name ("smollm2").
+        path_or_name: a folder with `config.json` and safetensors, a folder that `save` wrote, a `.gguf` file, or a name
+            ("smollm2").
         dtype: dtype of weights, activations and KV; None: the config's, for a GGUF file float32 on a CPU and bfloat16
             elsewhere.
         progress: True for a bar, or a function that is told of every parameter; the first report comes before anything
@@ -72,9 +75,11 @@ def load(path_or_name: str | Path, dtype: Any = None, progress: Progress = None,
         UnsupportedModelError: an architecture that is not supported.
     """
     path = resolve(path_or_name)
+    report = progress_bar(str(path_or_name)) if progress is True else progress or None
+    if export.is_export(path):
+        return _load_export(path, dtype, dequantise, report)
     checkpoint, family, config = _open(path, dtype, dequantise)
     tokenizer = _tokenizer(checkpoint)
-    report = progress_bar(str(path_or_name)) if progress is True else progress or None
     params = load_params(
         checkpoint, family.plan(config), config.dtype, ignore=_ignored(family, config), progress=report
     )
@@ -95,9 +100,30 @@ def load(path_or_name: str | Path, dtype: Any = None, progress: Progress = None,
     )
 
 
+def save(model: Model, folder: str | Path) -> None:
+    """Writes a model as a folder that `load` reads: its parameters as they are in device memory, config and tokenizer.
+
+    A checkpoint is cast, reordered and packed once, and loaded without that afterwards. The folder appears whole or not at all;
+    an older export is replaced.
+
+    Raises:
+        CheckpointError: the model is of no family of this package, its params are not those of its config, or the folder
+            holds something else.
+        OSError: a write failed; the folder is as it was.
+    """
+    family = _EXPORTED.get(type(model).__name__)
+    if family is None or family.model is not type(model):
+        raise CheckpointError(f"a {type(model).__name__} cannot be saved; supported: {', '.join(_EXPORTED)}")
+    export.write(model, family.plan(model.config), Path(folder).expanduser())
+
+
 def checkpoint_memory(path_or_name: str | Path, dtype: Any = None, *, dequantise: bool = False) -> int:
     """Bytes of device memory that the parameters will take; reads headers only. Arguments as in `load`."""
-    _, family, config = _open(resolve(path_or_name), dtype, dequantise)
+    path = resolve(path_or_name)
+    if export.is_export(path):
+        _, family, config = _open_export(path, dtype, dequantise)
+    else:
+        _, family, config = _open(path, dtype, dequantise)
     return memory_needed(family.plan(config), config.dtype)
 
 
@@ -163,8 +189,42 @@ def family_of(config: Mapping[str, Any]) -> Family:
     raise UnsupportedModelError(f"{names[0]} is not supported; supported: {supported}")
 
 
+def _open_export(path: Path, dtype: Any, dequantise: bool) -> tuple[Mapping[str, Any], Family, Any]:
+    manifest = export.read_manifest(path)
+    family = _EXPORTED.get(manifest["family"])
+    if family is None:
+        raise CheckpointError(f"{path} holds a {manifest['family']!r}; supported: {', '.join(_EXPORTED)}")
+    config = export.decode_config(family.config, manifest["config"])
+    if dtype is not None and jnp.dtype(dtype) != config.dtype:
+        raise CheckpointError(
+            f"{path} was exported in {config.dtype}; for {jnp.dtype(dtype)} export the checkpoint again"
+        )
+    if dequantise and getattr(config, "packed", False):
+        raise CheckpointError(f"{path} was exported with MXFP4 weights; to expand them export the checkpoint again")
+    return manifest, family, config
+
+
+def _load_export(path: Path, dtype: Any, dequantise: bool, report: Callable[[LoadProgress], None] | None) -> Model:
+    manifest, family, config = _open_export(path, dtype, dequantise)
+    plan = family.plan(config)
+    count, total = len(jax.tree.leaves(plan)), memory_needed(plan, config.dtype)
+    report = report or (lambda _: None)
+    report(LoadProgress("", 0, count, 0, total))
+    export.check_files(path, manifest)
+    params = export.read_params(path, manifest, plan, config.dtype)
+    report(LoadProgress("", count, count, total, total))
+    return family.model(
+        name=manifest["name"],
+        config=config,
+        params=params,
+        tokenizer=export.read_tokenizer(path),
+        eos_token_ids=tuple(manifest["eos_token_ids"]),
+        identity=manifest["identity"],
+    )
+
+
 def _parse(family: Family, config: Mapping[str, Any], dtype: Any, dequantise: bool) -> Any:
-    parsed = family.config(config, dtype)
+    parsed = family.config.from_hf(config, dtype)
     return replace(parsed, dequantise=True) if dequantise and hasattr(parsed, "dequantise") else parsed
 
 

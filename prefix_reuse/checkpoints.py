@@ -1,4 +1,4 @@
-"""The only door from this package to `models`: opening a checkpoint by path or name."""
+"""The only door from this package to `models`: opening a checkpoint by path or name, and writing a model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,19 @@ from prefix_reuse.errors import ConfigError, UnsupportedAttentionError
 
 def load_model(path_or_name: Any, **options: Any) -> Any:
     """`models.load`, with errors of this package for a foreign `models` package and for MLA/DSA checkpoints."""
+    models = _models()
+    try:
+        return models.load(path_or_name, **options)
+    except models.UnsupportedAttentionError as error:
+        raise UnsupportedAttentionError(str(error)) from error
+
+
+def save_model(model: Any, folder: Any) -> None:
+    """`models.save`."""
+    _models().save(model, folder)
+
+
+def _models() -> Any:
     try:
         import models
     except ImportError as error:
@@ -21,7 +34,4 @@ def load_model(path_or_name: Any, **options: Any) -> Any:
             f"another package named `models` is in the way ({where}): run from another folder, "
             "or build the model yourself and give it to Engine(model)"
         )
-    try:
-        return models.load(path_or_name, **options)
-    except models.UnsupportedAttentionError as error:
-        raise UnsupportedAttentionError(str(error)) from error
+    return models

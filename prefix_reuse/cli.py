@@ -1,4 +1,4 @@
-"""The command line: `prefix-reuse demo`, `prefix-reuse simulate`, `prefix-reuse verify`."""
+"""The command line: `prefix-reuse demo`, `simulate`, `verify`, `convert`."""
 
 from __future__ import annotations
 
@@ -222,6 +222,22 @@ def verify(
         where = report.first_layer or "no layer alone: rounding that adds up, or decoding"
         errors.print(f"the first difference is in {where}", markup=False, highlight=False, style="red")
     raise typer.Exit(report.exit_code)
+
+
+@app.command()
+def convert(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint folder, a .gguf file, or a known name.")],
+    folder: Annotated[Path, typer.Argument(help="Where to write it: a new folder, or an older export to replace.")],
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")] = None,
+    dequantise: Dequantise = False,
+) -> None:
+    """Write a checkpoint as it lies in device memory, to be loaded by its folder afterwards."""
+    from prefix_reuse.checkpoints import load_model, save_model
+
+    try:
+        save_model(load_model(checkpoint, dtype=dtype, progress=True, dequantise=dequantise), folder)
+    except (ValueError, OSError) as error:
+        fail(error)
 
 
 def print_verification(report: VerifyReport, console: Console) -> None:

@@ -147,7 +147,7 @@ def test_the_memory_of_the_released_gpt_oss_is_that_of_packed_experts(
     """From their published sizes: four bits a weight and a byte for 32 of them, in all experts; bfloat16 elsewhere."""
     config = GPT_OSS_20B | {"num_hidden_layers": layers, "num_local_experts": experts}
     family = family_of(config)
-    parsed = family.config(config, None)
+    parsed = family.config.from_hf(config)
     wide = replace(parsed, dequantise=True)
     assert memory_needed(family.plan(parsed), parsed.dtype) == pytest.approx(packed, rel=5e-3)
     assert memory_needed(family.plan(wide), wide.dtype) == pytest.approx(expanded, rel=5e-3)

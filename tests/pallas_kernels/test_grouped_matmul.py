@@ -53,7 +53,7 @@ def test_the_plan_covers_every_row_once_and_mixes_no_groups(seed):
     groups, block = int(rng.integers(1, 9)), int(rng.choice([1, 4, 16]))
     sizes = rng.integers(0, 20, groups) * rng.integers(0, 2, groups)
     rows = max(1, int(sizes.sum() + rng.integers(0, 9)))
-    plan = plan_tiles(jnp.asarray(sizes, jnp.int32), rows, block)
+    plan = jax.jit(plan_tiles, static_argnums=(1, 2))(jnp.asarray(sizes, jnp.int32), rows, block)
     of_row = np.full(rows, -1)
     used = 0
     for group, begin, end in zip(*map(np.asarray, plan[:3]), strict=True):

@@ -144,7 +144,7 @@ def test_exit_code_is_1_for_an_unexcused_flip_only(report: demo.DemoReport) -> N
 
 
 def test_command_prints_tables_writes_json_and_reports_a_flip(report: demo.DemoReport, monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(prefix_reuse.checkpoints, "load_model", lambda name, progress: tiny_llama())
+    monkeypatch.setattr(prefix_reuse.checkpoints, "load_model", lambda name, **_: tiny_llama())
     monkeypatch.setenv("COLUMNS", "200")
     bad = dataclasses.replace(report, flips=(demo.Flip(0, "warm", 1, 6, 8, 0.5, 0.1, False),))
     for result, code in ((report, 0), (bad, 1)):

@@ -100,7 +100,7 @@ def test_default_mode_passes_within_rounding() -> None:
 
 
 def test_suffix_positions_from_zero_are_caught_in_layer_0_with_exit_code_2(monkeypatch, capsys, tmp_path) -> None:
-    monkeypatch.setattr(prefix_reuse.checkpoints, "load_model", lambda name, progress: SuffixFromZero(model(layers=1)))
+    monkeypatch.setattr(prefix_reuse.checkpoints, "load_model", lambda name, **_: SuffixFromZero(model(layers=1)))
     arguments = ["verify", "broken", "--deterministic", "--page-size", "16", "--json", str(tmp_path / "v.json")]
     monkeypatch.setattr(sys, "argv", ["prefix-reuse", *arguments])
     with pytest.raises(SystemExit) as ended:
@@ -280,7 +280,7 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(arguments: list[str], mess
     known = {"tiny": model(), "skips a layer": SkipsALayer(model())}
     load = prefix_reuse.checkpoints.load_model
     monkeypatch.setattr(
-        prefix_reuse.checkpoints, "load_model", lambda name, progress: known[name] if name in known else load(name)
+        prefix_reuse.checkpoints, "load_model", lambda name, **_: known[name] if name in known else load(name)
     )
     monkeypatch.setattr(sys, "argv", ["prefix-reuse", "verify", *arguments])
     with pytest.raises(SystemExit) as ended:
@@ -292,7 +292,7 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(arguments: list[str], mess
 
 
 def test_command_prints_a_line_per_run_and_says_what_is_wrong(monkeypatch) -> None:
-    monkeypatch.setattr(prefix_reuse.checkpoints, "load_model", lambda name, progress: model())
+    monkeypatch.setattr(prefix_reuse.checkpoints, "load_model", lambda name, **_: model())
     digest, other = "ab" * 32, "cd" * 32
     fine = RunResult("warm", 10, 3, 0.0, 0.0, 1.0, True, (), digest, digest, digest, digest)
     report = VerifyReport("tiny", "cpu", "float32", 16, True, 0.0, 0.0, (fine,), (), "")
