@@ -1,4 +1,3 @@
-from pallas_kernels.row_invariant_matmul.api import faster_than_xla as faster_than_xla
 from pallas_kernels.row_invariant_matmul.api import row_invariant_matmul as row_invariant_matmul
 from pallas_kernels.row_invariant_matmul.mode import RowInvariance as RowInvariance
 from pallas_kernels.row_invariant_matmul.mode import row_invariance as row_invariance

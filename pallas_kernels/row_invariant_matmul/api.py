@@ -65,14 +65,3 @@ def row_invariant_matmul(
             y = xla.matmul(flat, weight, out_dtype=out_dtype)
             return (y if bias is None else y + bias).reshape(shape)
     return dispatch.call("row_invariant_matmul", implementation, flat, weight, bias, out_dtype=out_dtype).reshape(shape)
-
-
-def faster_than_xla(rows: int, outputs: int, columns: int, dtype: DTypeLike) -> bool:
-    """Whether the kernel was measured to be faster than XLA's matmul of this size on the card that the trace is for."""
-    if 0 in (rows, outputs, columns) or dispatch.candidates("row_invariant_matmul", None)[0] != "triton":
-        return False
-    if outputs * columns >= 2**31:
-        return False
-    from pallas_kernels.pallas_gpu import tuned  # GPU modules are imported on a GPU only
-
-    return rows <= tuned("linear", jnp.dtype(dtype).name, {"kernel_rows": 0})["kernel_rows"]

@@ -13,7 +13,7 @@ import pytest
 
 import pallas_kernels as pk
 from models.layers import linear
-from pallas_kernels import dispatch, pallas_gpu
+from pallas_kernels import pallas_gpu
 from pallas_kernels.row_invariant_matmul import mode, proof, triton
 from pallas_kernels.row_invariant_matmul.mode import MatmulShape, RowInvariance, matmul_shapes
 from pallas_kernels.testing import RowInvariantMatmulTests
@@ -241,29 +241,3 @@ def test_few_rows_and_few_outputs_make_narrow_tiles(measured: dict[str, Any]) ->
     assert [triton.launch(4, n, 64, "bfloat16")["block_n"] for n in (4096, 2048, 1100, 32)] == [64, 32, 16, 16]
     assert triton.launch(64, 32, 64, "bfloat16")["block_n"] == 32
     assert triton.launch(500, 32, 64, "bfloat16")["block_n"] == 64
-
-
-def test_default_mode_takes_the_kernel_for_few_rows_where_the_table_says_so(
-    measured: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a card of the table only; by dtype; by the number of rows and nothing else."""
-    x, weight, bias = (a.astype(jnp.bfloat16) for a in RowInvariantMatmulTests.operands(65, 40, 32, "float32"))
-    measured["linear"] = {"bfloat16": {"kernel_rows": 64}}
-
-    def kernels(*args: Any, **options: Any) -> int:
-        pk.reset_dispatch_report()
-        jax.eval_shape(lambda *a: linear(*a, **options), *args)
-        return pk.dispatch_report().get("row_invariant_matmul", {}).get("triton", 0)
-
-    assert kernels(x[:64], weight) == 0  # a CPU
-    monkeypatch.setattr(dispatch, "_platform", lambda: "gpu")
-    assert [kernels(x[:rows], weight, bias) for rows in (1, 64, 65)] == [1, 1, 0]
-    assert kernels(x[:64].reshape(2, 32, 32), weight, out_dtype=jnp.float32) == 1
-    assert kernels(x[:64], weight, bias, out_dtype=jnp.float32) == 0  # XLA promotes the bias
-    assert kernels(x[:0], weight) == 0
-    assert kernels(x[:4].astype(jnp.float32), weight.astype(jnp.float32)) == 0
-    large = jax.ShapeDtypeStruct((1 << 15, 1 << 16), jnp.bfloat16)
-    assert kernels(jax.ShapeDtypeStruct((1, 1 << 16), jnp.bfloat16), large) == 0
-    measured.clear()
-    assert kernels(x[:64], weight) == 0
-    pk.reset_dispatch_report()
