@@ -35,8 +35,8 @@ class Bundle:
     def lose(self) -> None:
         """One part less. Only counts: it runs wherever the garbage collector does."""
         self.live -= 1
-        if 0 < self.live <= self.array.shape[0] // 2:
-            self.owner.sparse.append(self)
+        if self.live and self.live == self.array.shape[0] // 2:
+            self.owner.sparse.append(weakref.ref(self))
 
 
 class HostPart:
@@ -83,8 +83,8 @@ class Bundles:
 
     def __init__(self, host: Any):
         self.host = host
-        self.sparse: list[Bundle] = []
-        """Bundles that have lost half of their parts, some of them since then all."""
+        self.sparse: list[weakref.ref[Bundle]] = []
+        """Bundles that have lost half of their parts. Weak: one that loses the others too is gone at once."""
 
     def of(self, array: jax.Array) -> list[HostPart]:
         """All parts of an array `[N, L, *page_shape]`."""
@@ -99,7 +99,9 @@ class Bundles:
         """Gives what is left of a sparse bundle arrays of its own, so that its memory is freed. Returns the number of parts."""
         moved = 0
         while self.sparse and not moved:
-            bundle = self.sparse.pop()
+            bundle = self.sparse.pop()()
+            if bundle is None:
+                continue
             for part in [ref() for ref in bundle.parts]:
                 if part is not None and part.bundle is bundle:
                     other = self.alone(np.array(part))

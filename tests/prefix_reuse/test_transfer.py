@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from typing import Any
 
 import jax
@@ -147,6 +148,18 @@ def test_a_bundle_with_few_pages_left_is_dissolved() -> None:
     assert kept[0].bundle is not kept[1].bundle
     (loaded,) = t.load([jnp.zeros_like(source)], [kept], [np.array([1, 2])])
     assert np.array_equal(loaded[:, 1:3], source[:, [1, 4]])
+    assert t.bundles.dissolve() == 0
+
+
+def test_a_bundle_without_parts_is_freed_at_once() -> None:
+    t, source = transfer(), pool()
+    parts = offload(t, source, range(8))
+    gone = weakref.ref(parts[0].bundle)
+    del parts[4:]
+    assert len(t.bundles.sparse) == 1
+    del parts
+    gc.collect()
+    assert gone() is None
     assert t.bundles.dissolve() == 0
 
 
