@@ -112,10 +112,12 @@ def _set_row(
     old = state.page_table[row]
     delta = count_references(pages, state.num_pages) - count_references(old, state.num_pages)
     column = jnp.arange(state.num_columns, dtype=jnp.int32)
-    private = jnp.where((pages >= 0) & (column >= shared), pages, state.num_pages)
     attached = jnp.where((pages >= 0) & (column < shared), pages, state.num_pages)
     dropped = jnp.where(old < 0, state.num_pages, old)
     refcounts = state.refcounts + delta
+    # A page of its own that another row has attached meanwhile stays closed.
+    alone = refcounts.at[pages].get(mode="clip") == 1
+    private = jnp.where((pages >= 0) & (column >= shared) & alone, pages, state.num_pages)
     gone = refcounts.at[dropped].get(mode="fill", fill_value=1) == 0
     writable = state.writable.at[jnp.where(gone, dropped, state.num_pages)].set(False, mode="drop")
     writable = writable.at[private].set(True, mode="drop").at[attached].set(False, mode="drop")

@@ -149,6 +149,21 @@ def test_the_pool_is_updated_in_place():
         assert memory.alias_size_in_bytes >= pool_bytes, name
 
 
+def test_a_page_that_another_row_attached_stays_closed_when_its_row_grows():
+    """A27: row 1 attached page 7 of row 0; neither an extension of row 0 nor its truncation opens it while row 1 is there."""
+    state = bind(new(num_pages=16), 0, np.array([7]), context_len=4)
+    state = bind(state, 1, np.array([7, 3]), shared=1, context_len=5)
+    assert not state.writable[7]
+    state = extend(state, 0, np.array([9]))
+    assert np.asarray(state.writable)[[3, 7, 9]].tolist() == [True, False, True]
+    state = truncate(state, 0, 4)
+    assert not state.writable[7]
+    dp.check_integrity(state)
+    state = extend(release(state, 1), 0, np.array([9]))  # nobody else has it now
+    assert np.asarray(state.writable)[[7, 9]].tolist() == [True, True]
+    dp.check_integrity(state)
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_any_order_of_operations_keeps_refcounts_equal_to_table_entries(data):
