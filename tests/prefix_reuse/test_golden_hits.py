@@ -20,7 +20,6 @@ GOLDEN_OF = {
 }
 TOLERANCE = 1e-4
 ALL = [(name, page) for name in GOLDEN_OF for page in (4, 8, 16)]
-QUICK = [("gpt_oss_mxfp4", 16)]
 
 
 def engine(name: str, page_size: int) -> Engine:
@@ -32,10 +31,8 @@ def engine(name: str, page_size: int) -> Engine:
     return Engine(models.load(TINY / name, dtype="float32"), config)
 
 
-@pytest.mark.parametrize(
-    ("name", "page_size"),
-    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in ALL],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "page_size"), ALL)
 def test_every_hit_length_has_the_golden_logits_and_tokens(name: str, page_size: int) -> None:
     """A22, N2: one salt for each hit length; a hit, a miss and a shorter row in one batch, cold = the first turn."""
     data = golden(GOLDEN_OF[name])
