@@ -203,10 +203,8 @@ class PageTransfer:
 
     def _warmup_singles(self, pool: jax.Array, count: int) -> jax.Array:
         ids = np.zeros(count, np.int32)
-        arrays = self._gather_singles(pool, ids, count) if count < max(2, SMALL_BUNDLE) else ()
-        parts = [p for array in arrays for p in self.bundles.of(array)]
-        while len(parts) < count:
-            parts += self.bundles.of(self._gather_singles(pool, ids[:1], 1)[0])
+        self._offload(pool, ids)  # one by one where no bundle is so small
+        parts = [self._offload(pool, ids[:1])[0] for _ in range(count)]
         return self._load_group(pool, parts, ids)
 
 

@@ -100,7 +100,11 @@ def test_a_group_without_a_page_has_no_part_and_takes_no_room() -> None:
     assert sum(a.shape[0] for a in pending._arrays()) == 10 + 6
 
 
-def test_warmup_leaves_nothing_to_compile_and_the_pool_as_it_was() -> None:
+@pytest.mark.parametrize("bundle_bytes", [module.BUNDLE_BYTES, 1])  # 1: pages too large for any bundle
+def test_warmup_leaves_nothing_to_compile_and_the_pool_as_it_was(
+    bundle_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BUNDLE_BYTES", bundle_bytes)
     t, source = transfer(), pool()
     warm = pool()
     for _, move in t.warmups(warm):
