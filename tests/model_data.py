@@ -13,6 +13,16 @@ import pytest
 
 DATA = Path(__file__).parent / "data"
 TINY = DATA / "tiny"
+# The smallest greedy margin is 9e-4, so logits this near give the same tokens.
+TOLERANCE = 1e-4
+GOLDEN_OF = {
+    "llama": "llama",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3_moe",
+    "gpt_oss_fp32": "gpt_oss_fp32",
+    "gpt_oss_mxfp4": "gpt_oss_mxfp4",
+    "gpt_oss_original": "gpt_oss_mxfp4",  # the same weights in the other layout
+}
 
 
 def golden(name: str) -> dict[str, np.ndarray]:

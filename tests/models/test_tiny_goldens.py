@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_data import TINY, copy_checkpoint, golden
+from model_data import GOLDEN_OF, TINY, TOLERANCE, copy_checkpoint, golden
 
 import models
 from models.model import Model
@@ -21,16 +21,6 @@ from models.testing import dense_kv, dense_step, reference_generate, reference_l
 from pallas_kernels import Mxfp4, append_kv, ragged_paged_attention
 from pallas_kernels.layout import pool_shape
 
-# The smallest greedy margin is 9e-4, so logits this near give the same tokens.
-TOLERANCE = 1e-4
-GOLDEN_OF = {
-    "llama": "llama",
-    "qwen3": "qwen3",
-    "qwen3_moe": "qwen3_moe",
-    "gpt_oss_fp32": "gpt_oss_fp32",
-    "gpt_oss_mxfp4": "gpt_oss_mxfp4",
-    "gpt_oss_original": "gpt_oss_mxfp4",  # the same weights in the other layout
-}
 Change = Callable[[Model], Model]
 
 

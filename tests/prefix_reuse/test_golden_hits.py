@@ -5,20 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from engine_helpers import check, drained
-from model_data import TINY, golden
+from model_data import GOLDEN_OF, TINY, TOLERANCE, golden
 
 import models
 from prefix_reuse import Engine, EngineConfig, SamplingParams
 
-GOLDEN_OF = {
-    "llama": "llama",
-    "qwen3": "qwen3",
-    "qwen3_moe": "qwen3_moe",
-    "gpt_oss_fp32": "gpt_oss_fp32",
-    "gpt_oss_mxfp4": "gpt_oss_mxfp4",
-    "gpt_oss_original": "gpt_oss_mxfp4",
-}
-TOLERANCE = 1e-4
 ALL = [(name, page) for name in GOLDEN_OF for page in (4, 8, 16)]
 
 
