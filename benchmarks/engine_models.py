@@ -549,6 +549,9 @@ class _SamePage:
     def load(self, pools: Any, payloads: Any, device_pages: Any) -> Any:
         raise RuntimeError("a page that was never copied to the host must not be loaded")
 
+    def tidy(self) -> None:
+        self._transfer.tidy()
+
 
 # ---- figures
 
