@@ -279,11 +279,11 @@ class Bench:
         self, engine: Engine, prompts: Sequence[np.ndarray], params: SamplingParams, shared: int
     ) -> dict[str, Any]:
         """Times turns of the engine in which all rows decode. Every prompt is cached: a turn starts them all."""
-        rows = len(prompts)
+        rows, earlier = len(prompts), engine.stats().decode.tokens
         requests = [engine.submit(prompt, params) for prompt in prompts]
         engine.step()  # admits, replays last tokens, compiles
         before = engine.stats()
-        if before.decode.tokens % rows or len(engine.scheduler.running) != rows:
+        if (before.decode.tokens - earlier) % rows or len(engine.scheduler.running) != rows:
             raise RuntimeError("the rows did not start together")
         turns = [self._turn_ms(engine) for _ in range(max(8, self.repeats))]
         after = engine.stats()

@@ -18,10 +18,13 @@ import numpy as np
 class Bundle:
     """An immutable array `[N, L, *page_shape]` in host memory, and its parts that are alive."""
 
-    __slots__ = ("__weakref__", "array", "live", "owner", "parts")
+    __slots__ = ("__weakref__", "array", "dtype", "live", "own_ref", "owner", "part_shape", "parts")
 
     def __init__(self, array: jax.Array, owner: Bundles):
         self.array, self.owner = array, owner
+        # Not asked of the array for each part: a load of 256 pages of two groups would begin half a millisecond later.
+        self.part_shape, self.dtype = array.shape[1:], array.dtype
+        self.own_ref = weakref.ref(self)  # made now: parts may die when the interpreter ends, without its modules
         self.live = 0
         self.parts: list[weakref.ref[HostPart]] = []
 
@@ -36,7 +39,7 @@ class Bundle:
         """One part less. Only counts: it runs wherever the garbage collector does."""
         self.live -= 1
         if self.live and self.live == self.array.shape[0] // 2:
-            self.owner.sparse.append(weakref.ref(self))
+            self.owner.sparse.append(self.own_ref)
 
 
 class HostPart:
@@ -49,11 +52,11 @@ class HostPart:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.bundle.array.shape[1:]
+        return self.bundle.part_shape
 
     @property
     def dtype(self) -> Any:
-        return self.bundle.array.dtype
+        return self.bundle.dtype
 
     @property
     def nbytes(self) -> int:

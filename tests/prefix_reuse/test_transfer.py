@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import subprocess
+import sys
 import weakref
 from typing import Any
 
@@ -176,3 +178,17 @@ def test_a_copy_of_a_part_is_its_own_memory() -> None:
     assert np.array_equal(np.asarray(twin), np.asarray(parts[4]))
     assert np.array_equal(twin[1], np.asarray(parts[4])[1])
     assert not np.shares_memory(np.asarray(twin), np.asarray(parts[4]))
+
+
+def test_parts_that_outlive_the_modules_end_in_silence() -> None:
+    """What an engine in a script does: its pages die when the interpreter ends, after the modules that they might use."""
+    code = (
+        "import jax, jax.numpy as jnp\n"
+        "from prefix_reuse.host_part import Bundles\n"
+        "bundles = Bundles(jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind='pinned_host'))\n"
+        "parts = bundles.of(jnp.zeros((8, 2)))\n"
+        "keep = lambda: parts\n"
+        "bundles.keep = keep\n"  # a cycle, as an engine has them: found by the last collection only
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
