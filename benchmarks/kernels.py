@@ -97,6 +97,15 @@ SHARED_CONFIGS: dict[str, list[tuple[int, int | None, dict[str, int]]]] = {
         (1024, None, {"block": 64, "num_warps": 2, "num_stages": 4}),
     ],
 }  # fmt: skip
+# Launch parameters of the Mosaic kernels that write, beside their defaults ({})
+APPEND_CONFIGS = [{}, {"tokens": 2}, {"tokens": 4}, {"tokens": 16}]
+COPY_CONFIGS = [
+    {},
+    {"piece_bytes": 8192, "stages": 20, "writes": 8},
+    {"piece_bytes": 32768, "stages": 6, "writes": 2},
+    {"piece_bytes": 16384, "stages": 5, "writes": 2, "num_blocks": 264},
+    {"piece_bytes": 8192, "stages": 8, "writes": 3, "num_blocks": 396},
+]
 # rows x shared tokens of the crossover map; 1024 tokens of each row's own
 CROSSOVER_ROWS, CROSSOVER_SHARED, OWN = (2, 4, 8, 16, 64), (1024, 4096, 16384), 1024
 PREFILL_CONFIGS = [
@@ -345,7 +354,7 @@ def run_prefill(shape, configs, implementations, report):
     sweep("prefill", shape, calls, (q, pool, table, offsets, lens), report)
 
 
-def run_append(report):
+def run_append(report, tune=False):
     """Decode-sized and prefill-sized writes at 8 KV heads of 128; bytes are those read and written."""
     pool = jnp.zeros(pk.pool_shape(4, 8192, 16, 8, 128), jnp.bfloat16)
     P = pool.shape[1]
@@ -354,14 +363,23 @@ def run_append(report):
         slots = jnp.arange(T, dtype=jnp.int32) % 16
         ids = jnp.asarray(np.random.default_rng(0).permutation(P)[: -(-T // 16)].astype(np.int32)).repeat(16)[:T]
         flags = (jnp.ones(P, bool), jnp.ones(P, jnp.int32))
-        for name in ("triton", "reference"):
+        kernels = {name: kernel_of("append_kv", name) for name in ("triton", "mosaic_gpu", "reference")}
+        for config in APPEND_CONFIGS[1:] if tune else []:
+            kernels[f"mosaic_gpu {json.dumps(config)}"] = functools.partial(kernels["mosaic_gpu"], config=config)
+        for name, kernel in kernels.items():
 
-            def chain(n, pool, k, name=name, ids=ids, slots=slots, flags=flags):
+            def chain(n, pool, k, kernel=kernel, ids=ids, slots=slots, flags=flags):
                 for i in range(n):
-                    pool, _ = pk.append_kv(pool, k, k, ids, slots, *flags, layer=i % 4, implementation=name)
+                    pool, _ = kernel(pool, k, k, ids, slots, *flags, layer=jnp.int32(i % 4))
                 return pool
 
-            runs = [jax.jit(functools.partial(chain, n), donate_argnums=0).lower(pool, k).compile() for n in (4, 36)]
+            try:
+                runs = [
+                    jax.jit(functools.partial(chain, n), donate_argnums=0).lower(pool, k).compile() for n in (4, 36)
+                ]
+            except Exception as error:
+                report("append", [T, 8, 128], name, {"error": repr(error)[:300]})
+                continue
             times = []
             for _ in range(REPEATS + 1):
                 pair = []
@@ -376,19 +394,32 @@ def run_append(report):
             report("append", [T, 8, 128], name, row)
 
 
-def run_copies(report):
+def run_copies(report, tune=False):
     """Gather and scatter of 256 pages of 36 layers; bytes are those read and written."""
     pool = jax.random.normal(jax.random.key(0), pk.pool_shape(36, 2048, 16, 8, 128), jnp.bfloat16)
     ids = jnp.asarray(np.random.default_rng(0).permutation(2048).astype(np.int32)).reshape(8, 256)
-    gather = jax.jit(pk.gather_pages).lower(pool, ids[0]).compile()
-    pages = gather(pool, ids[0])
-    scatter = jax.jit(pk.scatter_pages, donate_argnums=0).lower(pool, ids[0], pages).compile()
-    for name, program in (("gather", gather), ("scatter", scatter)):
+    pages = jax.block_until_ready(pk.gather_pages(pool, ids[0], implementation="triton"))
+    kernels = {}
+    for name, config in [("triton", {}), *(("mosaic_gpu", config) for config in (COPY_CONFIGS if tune else [{}]))]:
+        for op in ("gather", "scatter"):
+            kernel = kernel_of(f"{op}_pages", name)
+            label = f"{op} {name} {json.dumps(config)}" if config else f"{op} {name}"
+            kernels[label] = functools.partial(kernel, config=config) if config else kernel
+    for label, kernel in kernels.items():
+        gathers = label.startswith("gather")
+        try:
+            if gathers:
+                program = jax.jit(kernel).lower(pool, ids[0]).compile()
+            else:
+                program = jax.jit(kernel, donate_argnums=0).lower(pool, ids[0], pages).compile()
+        except Exception as error:
+            report("copy", [256, 36], label, {"error": repr(error)[:300]})
+            continue
         times = []
-        for _ in range(5):
+        for _ in range(REPEATS):
             start = time.perf_counter()
             for row_ids in ids:
-                if name == "gather":
+                if gathers:
                     pages = program(pool, row_ids)
                 else:
                     pool = program(pool, row_ids, pages)
@@ -396,7 +427,7 @@ def run_copies(report):
             times.append((time.perf_counter() - start) / len(ids) * 1e3)
         ms = statistics.median(times)
         temp = temp_bytes(program)
-        report("copy", [256, 36], name, {"ms": ms, "GBps": 2 * pages.nbytes / ms / 1e6, "temp_bytes": temp})
+        report("copy", [256, 36], label, {"ms": ms, "GBps": 2 * pages.nbytes / ms / 1e6, "temp_bytes": temp})
 
 
 def main() -> None:
@@ -447,9 +478,9 @@ def main() -> None:
     if "window" in only:
         run_window(report)
     if "append" in only:
-        run_append(report)
+        run_append(report, options.tune)
     if "copy" in only:
-        run_copies(report)
+        run_copies(report, options.tune)
     if options.peer:
         subprocess.run(peer, check=False)
         if Path(f"{options.out}.peer").exists():

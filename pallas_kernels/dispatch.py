@@ -28,14 +28,15 @@ PREFERENCE: dict[str, tuple[str, tuple[str, ...]]] = {
     # Triton first: measured 2 to 16% faster than the Mosaic kernel on an H200 (benchmarks/KERNELS.md).
     "paged_decode_attention": ("paged_decode_attention", ("triton", "mosaic_gpu", "reference")),
     "shared_prefix_attention": ("shared_prefix_attention", ("mosaic_gpu", "triton", "reference")),
-    "append_kv": ("append_kv", ("triton", "reference")),
+    # Triton first until the Mosaic kernels of appends and copies have measured faster.
+    "append_kv": ("append_kv", ("triton", "mosaic_gpu", "reference")),
     "add_rms_norm": ("add_rms_norm", ("triton", "reference")),
     "qkv_rope": ("qkv_rope", ("triton", "reference")),
     "grouped_matmul": ("grouped_matmul", ("triton", "reference")),
     "row_invariant_matmul": ("row_invariant_matmul", ("triton", "reference")),
-    "gather_pages": ("copy_pages", ("triton", "reference")),
-    "scatter_pages": ("copy_pages", ("triton", "reference")),
-    "copy_within": ("copy_pages", ("triton", "reference")),
+    "gather_pages": ("copy_pages", ("triton", "mosaic_gpu", "reference")),
+    "scatter_pages": ("copy_pages", ("triton", "mosaic_gpu", "reference")),
+    "copy_within": ("copy_pages", ("triton", "mosaic_gpu", "reference")),
 }
 IMPLEMENTATIONS = ("reference", "triton", "mosaic_gpu")
 

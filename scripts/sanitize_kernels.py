@@ -3,7 +3,8 @@
     compute-sanitizer --tool memcheck  python scripts/sanitize_kernels.py
     compute-sanitizer --tool racecheck python scripts/sanitize_kernels.py
 
-Results are compared with the XLA reference on the CPU. `--only NAME` runs the cases whose name contains NAME.
+Results are compared with the XLA reference on the CPU. `--only NAMES` runs the cases whose name contains all words of one
+of these comma-separated names, as in `--only "append mosaic,scatter mosaic"`.
 """
 
 from __future__ import annotations
@@ -53,21 +54,30 @@ def cases() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     kv = rng.normal(size=(5, KV_HEADS, HEAD_DIM)).astype(jnp.bfloat16)
     ids, slots = np.array([0, 3, -1, 7, 9], np.int32), np.array([1, 63, 0, 5, 2], np.int32)
     flags = np.ones(shape[1], bool), np.ones(shape[1], np.int32)
-    append = functools.partial(pk.append_kv, layer=0, implementation="triton")
-    yield "append triton", append, (pool, kv, kv, ids, slots, *flags)
-    yield "gather triton", functools.partial(pk.gather_pages, implementation="triton"), (pool, ids)
     pages = rng.normal(size=(5, 2, *shape[2:])).astype(jnp.bfloat16)
-    yield "scatter triton", functools.partial(pk.scatter_pages, implementation="triton"), (pool, ids, pages)
-    yield "copy triton", functools.partial(pk.copy_within, implementation="triton"), (pool, ids[:2], ids[3:])
+    narrow = pk.pool_shape(2, 10, 16, 3, 80)  # tokens that are no whole 128 bytes
+    thin = rng.normal(size=(5, 3, 80)).astype(jnp.bfloat16)
+    narrow_pool = rng.normal(size=narrow).astype(jnp.bfloat16)
+    for implementation in ("triton", "mosaic_gpu"):
+        append = functools.partial(pk.append_kv, layer=0, implementation=implementation)
+        yield f"append {implementation}", append, (pool, kv, kv, ids, slots, *flags)
+        few = ids, slots % 16, np.ones(10, bool), np.ones(10, np.int32)
+        yield f"append of 3 heads of 80 {implementation}", append, (narrow_pool, thin, thin, *few)
+        gather = functools.partial(pk.gather_pages, implementation=implementation)
+        yield f"gather {implementation}", gather, (pool, ids)
+        scatter = functools.partial(pk.scatter_pages, implementation=implementation)
+        yield f"scatter {implementation}", scatter, (pool, ids, pages)
+        copy = functools.partial(pk.copy_within, implementation=implementation)
+        yield f"copy {implementation}", copy, (pool, ids[:2], ids[3:])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", default="", help="cases whose name contains all words of one of these")
     options = parser.parse_args()
     failed = False
     for name, op, arguments in cases():
-        if options.only not in name:
+        if not any(all(word in name for word in some.split()) for some in options.only.split(",")):
             continue
         try:
             got = jax.tree.leaves(jax.jit(op)(*arguments))

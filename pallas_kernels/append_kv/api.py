@@ -33,7 +33,7 @@ def append_kv(
         writable: bool `[P]`.
         refcounts: int32 `[P]`.
         layer: layer inside the pool, int or traced int32 scalar.
-        implementation: "reference", "triton", or None for the best on this device.
+        implementation: "reference", "triton", "mosaic_gpu", or None for the best on this device.
 
     Returns:
         `(kv_pages, refused)`: the updated pool, and an int32 scalar: tokens not written because their page is not
@@ -41,6 +41,7 @@ def append_kv(
 
     Raises:
         ValueError: shapes or dtypes do not fit together.
+        NotImplementedError: the named implementation does not support the case.
     """
     checks.check_pool(kv_pages)
     checks.check_layer(layer, kv_pages)

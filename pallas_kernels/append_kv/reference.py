@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import layout
+from pallas_kernels.append_kv.guard import allowed_writes
 
 
 @jax.jit
@@ -25,11 +25,7 @@ def append_kv(
     layer: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.append_kv`."""
-    num_pages, page_size = kv_pages.shape[1], layout.page_size_of(kv_pages)
-    inside = (page_ids >= 0) & (page_ids < num_pages) & (slots >= 0) & (slots < page_size)
-    safe = jnp.where(inside, page_ids, 0)
-    allowed = inside & writable[safe] & (refcounts[safe] == 1)
-    refused = jnp.sum((page_ids >= 0) & ~allowed, dtype=jnp.int32)
+    allowed, _, refused = allowed_writes(kv_pages, page_ids, slots, writable, refcounts)
     rows = jnp.stack([k, v], axis=2)  # [T, K, 2, D]
-    target = jnp.where(allowed, page_ids, num_pages)  # out of range, so mode="drop" leaves every page alone
+    target = jnp.where(allowed, page_ids, kv_pages.shape[1])  # out of range, so mode="drop" leaves every page alone
     return kv_pages.at[layer, target, :, :, slots].set(rows, mode="drop"), refused

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import layout
+from pallas_kernels.append_kv.guard import allowed_writes
 from pallas_kernels.pallas_gpu import interpret_here, pool_rows, power_of_two, require_pages, triton_call
 
 
@@ -35,10 +36,7 @@ def append_kv(
 def _append(kv_pages, k, v, page_ids, slots, writable, refcounts, layer, *, interpret):
     num_layers, num_pages, num_kv_heads, _, page_size, head_dim = kv_pages.shape
     del num_layers
-    inside = (page_ids >= 0) & (page_ids < num_pages) & (slots >= 0) & (slots < page_size)
-    safe = jnp.where(inside, page_ids, 0)
-    allowed = inside & writable[safe] & (refcounts[safe] == 1)
-    refused = jnp.sum((page_ids >= 0) & ~allowed, dtype=jnp.int32)
+    allowed, safe, refused = allowed_writes(kv_pages, page_ids, slots, writable, refcounts)
     # The row of head 0's key; -1 where nothing is written. Decided here, since the guard reads two arrays per token.
     target = jnp.where(allowed, (layer[0] * num_pages + safe) * (num_kv_heads * 2 * page_size) + slots, -1)
     rows = pool_rows(kv_pages)

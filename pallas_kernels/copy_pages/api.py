@@ -1,4 +1,8 @@
-"""Whole pages, all layers: out of the pool, into the pool, and within it."""
+"""Whole pages, all layers: out of the pool, into the pool, and within it.
+
+`implementation` is "reference", "triton", "mosaic_gpu", or None for the best on this device; a named one raises
+NotImplementedError for a case that it does not support.
+"""
 
 from __future__ import annotations
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import pallas_kernels
 from pallas_kernels.layout import pool_shape
 from pallas_kernels.testing import (
     AppendKVTests,
+    CopyPagesTests,
     GroupedMatmulTests,
     PagedDecodeAttentionTests,
     RaggedPagedAttentionTests,
@@ -40,6 +43,60 @@ class TestDispatchedGroupedMatmul(GroupedMatmulTests):
 
 class TestDispatchedAppend(AppendKVTests):
     implementation = None  # type: ignore[assignment]
+
+
+class TestMosaicAppend(AppendKVTests):
+    implementation = "mosaic_gpu"
+
+    def test_more_tokens_than_blocks_of_one(self):
+        """Blocks of several tokens, and a last one that begins among the tokens of the one before it."""
+        self.test_every_token_lands_and_no_other_byte_changes("bfloat16", 4, 128, 256, 2501)
+        self.test_every_token_lands_and_no_other_byte_changes("float16", 3, 80, 256, 2501)
+
+
+class TestDispatchedCopies(CopyPagesTests):
+    implementation = None  # type: ignore[assignment]
+
+
+class TestMosaicCopies(CopyPagesTests):
+    implementation = "mosaic_gpu"
+
+    def test_rings_go_round(self):
+        """More pieces a block than its ring has slots."""
+        rng = np.random.default_rng(0)
+        pool = rng.integers(-100, 100, pool_shape(5, 300, 64, 4, 64)).astype(jnp.bfloat16)
+        ids = rng.permutation(300)[:200].astype(np.int32)
+        ids[::7] = -1
+        known = ids >= 0
+        got = self.call(pallas_kernels.gather_pages, pool, ids)
+        np.testing.assert_array_equal(got[known], pool[:, ids[known]].swapaxes(0, 1))
+        assert not got[~known].astype(np.float32).any()
+        want = pool.copy()
+        want[:, ids[known]] = got[known].swapaxes(0, 1) + 1
+        np.testing.assert_array_equal(self.call(pallas_kernels.scatter_pages, pool, ids, got + 1), want)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
+def test_writes_reach_the_end_of_a_pool_of_more_than_2_to_the_32_bytes(implementation):
+    """Offsets inside a pool do not fit in 32 bits: 4.6e9 numbers, 9.2 GB."""
+    pages, last = 35_000, 34_999
+    pool = jnp.zeros(pool_shape(2, pages, 64, 8, 128), jnp.bfloat16)
+    k = jax.random.normal(jax.random.key(0), (1, 8, 128), jnp.bfloat16)
+    flags, id_, slot = (jnp.ones(pages, bool), jnp.ones(pages, jnp.int32)), jnp.array([last]), jnp.array([63])
+    options = {"implementation": implementation}
+    append = jax.jit(
+        lambda p: pallas_kernels.append_kv(p, k, -k, id_, slot, *flags, layer=1, **options)[0], donate_argnums=0
+    )
+    pool = append(pool)
+    np.testing.assert_array_equal(pool[1, last, :, 0, 63], k[0])
+    np.testing.assert_array_equal(pool[1, last, :, 1, 63], -k[0])
+    page = pallas_kernels.gather_pages(pool, id_, **options)
+    np.testing.assert_array_equal(page[0, 1, :, 0, 63], k[0])
+    assert jnp.count_nonzero(page) == 2 * jnp.count_nonzero(k)
+    scatter = jax.jit(lambda p: pallas_kernels.scatter_pages(p, id_ - 1, page, **options), donate_argnums=0)
+    pool = scatter(pool)
+    np.testing.assert_array_equal(pool[:, last - 1], page[0])
+    assert sum(int(jnp.count_nonzero(layer)) for layer in pool) == 2 * jnp.count_nonzero(page)
 
 
 def test_half_precision_attention_runs_a_pallas_kernel():

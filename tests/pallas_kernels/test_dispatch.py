@@ -69,8 +69,9 @@ def test_an_unsupported_case_falls_back_and_says_why(monkeypatch: pytest.MonkeyP
 
 
 def test_a_named_implementation_never_falls_back() -> None:
-    with pytest.raises(NotImplementedError, match="gather_pages has no mosaic_gpu implementation"):
-        pallas_kernels.gather_pages(POOL, IDS, implementation="mosaic_gpu")
+    x = jnp.ones((1, 64))
+    with pytest.raises(NotImplementedError, match="add_rms_norm has no mosaic_gpu implementation"):
+        pallas_kernels.add_rms_norm(x, x, x[0], eps=1e-5, implementation="mosaic_gpu")
     assert pallas_kernels.dispatch_report() == {}
 
 
