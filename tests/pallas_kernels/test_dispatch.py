@@ -30,8 +30,8 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_platform", lambda: "gpu")
 
 
-def _install(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
-    module = types.ModuleType("pallas_kernels.copy_pages.triton")
+def _install(monkeypatch: pytest.MonkeyPatch, function: Any, implementation: str = "triton") -> None:
+    module = types.ModuleType(f"pallas_kernels.copy_pages.{implementation}")
     setattr(module, "gather_pages", function)  # noqa: B010
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
@@ -62,9 +62,10 @@ def test_an_unsupported_case_falls_back_and_says_why(monkeypatch: pytest.MonkeyP
         raise NotImplementedError("pages of 16 slots are too small")
 
     _install(monkeypatch, refuse)
+    _install(monkeypatch, refuse, "mosaic_gpu")
     pallas_kernels.gather_pages(POOL, IDS)
     pallas_kernels.gather_pages(POOL, IDS)
-    reasons = {"triton: pages of 16 slots are too small": 2}
+    reasons = {f"{name}: pages of 16 slots are too small": 2 for name in ("triton", "mosaic_gpu")}
     assert pallas_kernels.dispatch_report() == {"gather_pages": {"reference": 2, "fallback_reasons": reasons}}
 
 

@@ -43,7 +43,7 @@ class TestSimulatedAppend(AppendKVTests):
     test_donated_pool_is_updated_in_place = None  # type: ignore[assignment]
 
     def append(self, pool: Any, k: Any, v: Any, ids: Any, slots: Any, writable: Any, refcounts: Any, layer: Any) -> Any:
-        new, refused = simulated("append_kv", "append_kv", {"tokens": 8, "least_blocks": 3})(
+        new, refused = simulated("append_kv", "append_kv", {"tokens": 6, "least_blocks": 3})(
             *map(jnp.asarray, (pool, k, v)),
             *(jnp.asarray(numbers, jnp.int32) for numbers in (ids, slots)),
             jnp.asarray(writable),
