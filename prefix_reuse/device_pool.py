@@ -26,8 +26,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from prefix_reuse.device_pages import UNUSED
+from prefix_reuse.device_plan import DevicePlan, DevicePlanner, PageDemand
 from prefix_reuse.errors import DevicePagesExhausted, IntegrityError, PrefixReuseError, RefcountError
-from prefix_reuse.plan import DevicePlan, PageDemand
 
 _VERSIONS = itertools.count()
 
@@ -113,9 +113,9 @@ class DevicePool:
         extra = min(self.chunk_pages, int(self.extra.sum()) + more_extra)
         return self.num_pages - int(self.reserve.sum()) - attached - extra
 
-    def fits(self, plan: DevicePlan) -> bool:
-        """Whether the pool can keep what carrying out `plan` promises its rows."""
-        return plan.pages_needed <= self._room(sum(demand.extra for demand in plan.demands))
+    def fits(self, plan: DevicePlan | DevicePlanner) -> bool:
+        """Whether the pool can keep what carrying out `plan`, or what is planned so far, promises its rows."""
+        return plan.pages_needed <= self._room(plan.extra)
 
     def is_counted(self, page: int) -> bool:
         """Whether a live row counts for `page` already, so that attaching it takes no available page."""

@@ -9,35 +9,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from operator import or_
 from typing import Any
 
 import numpy as np
 
+from prefix_reuse.admission import Admission, AdmissionBatch
 from prefix_reuse.config import EngineConfig
+from prefix_reuse.device_plan import DevicePlan, PageDemand
 from prefix_reuse.errors import HostPagesExhausted
 from prefix_reuse.host_store import HostPageStore, PrefixRequest, PreparedGroup
 from prefix_reuse.lease import LeaseState
-from prefix_reuse.plan import DevicePlan, PageDemand, pages_for, plan_device_pages, plan_prefill
+from prefix_reuse.plan import pages_for, plan_prefill
 from prefix_reuse.runner import DeviceRunner
 from prefix_reuse.samples import members
 from prefix_reuse.sequence import WAITING, SequenceState
 from prefix_reuse.sequence import Sequence as Row
 from prefix_reuse.stats import EngineCounters
 from prefix_reuse.transfer import Payload, check_part
-
-
-@dataclass(frozen=True)
-class Admission:
-    """A sequence whose host pages are taken, and what it needs on the device."""
-
-    sequence: Row
-    demands: tuple[PageDemand, ...]
-    """One per layer group."""
-    group: PreparedGroup | None = None
-    """Host pages of this row and its followers, to be committed once the device has room for all of them."""
+from prefix_reuse.wave import Wave
 
 
 class Scheduler:
@@ -62,46 +54,42 @@ class Scheduler:
         All or nothing: when anything raises, everything that this call took is given back.
         """
         while True:
-            admissions: list[Admission] = []
+            batch = AdmissionBatch(self.runner.accounts, self.share_device)
             try:
-                self._choose(admissions)
-                if not admissions:
+                self._choose(batch)
+                if not batch.admissions:
                     return
-                plans = self._plan(admissions)
+                plans = batch.plans()
                 payloads, bad_pages = self._read_loads(plans)
                 if not bad_pages:
-                    self._carry_out(admissions, plans, payloads)
+                    self._carry_out(batch.admissions, plans, payloads)
                     return
             except BaseException:
-                self._give_back(admissions)
+                self._give_back(batch.admissions)
                 raise
-            self._drop_bad_pages(bad_pages, admissions)
+            self._drop_bad_pages(bad_pages, batch.admissions)
 
-    def _choose(self, admissions: list[Admission]) -> None:
-        """Appends what fits now to `admissions`, resuming rows first; waiting rows have their host pages then."""
+    def _choose(self, batch: AdmissionBatch) -> None:
+        """Adds what fits now to `batch`, resuming rows first; waiting rows have their host pages then."""
         free_rows = len(self.runner.accounts[0].free_rows)
         for sequence in self.resuming:
-            admission = Admission(sequence, self._resume_demands(sequence))
-            if len(admissions) >= free_rows or not self._fits([*admissions, admission]):
+            if len(batch) >= free_rows or not batch.try_add(Admission(sequence, self._resume_demands(sequence))):
                 return
-            admissions.append(admission)
-        waves = self.suffix_prefill and self.config.share_in_wave and bool(self.waiting)
-        coming = self._pages_to_come(self.running) if waves else {}
+        wave = Wave(self.config.page_size, self.publishable_tokens)
+        share = self.suffix_prefill and self.config.share_in_wave and bool(self.waiting)
+        wave.add(self.running if share else ())
         for sequence in self.waiting:
             if sequence.leader is not None:
                 continue  # comes in with its leader
-            if len(admissions) + len(members(sequence)) > free_rows:
+            if len(batch) + len(members(sequence)) > free_rows:
                 return
-            if self._waits_for_wave(sequence, coming):
+            cached = self.cached_pages(sequence)
+            if wave.brings_next_page(sequence, len(cached)):
                 self.counters.requests.wave_waits += 1
                 continue
-            taken = self._take_host_pages(sequence, admissions)
-            if taken is None:
+            if not self._take_host_pages(sequence, cached, batch):
                 return
-            admissions += taken
-            if waves:
-                for key, rows in self._pages_to_come([a.sequence for a in taken]).items():
-                    coming.setdefault(key, []).extend(rows)
+            wave.add(members(sequence) if share else ())
 
     def _give_back(self, admissions: list[Admission]) -> None:
         self.counters.decode.rollbacks += 1
@@ -114,37 +102,55 @@ class Scheduler:
             self.cache.abort_group(admission.group, admission.sequence)
         self.cache.release(admission.sequence.id)
 
-    def _take_host_pages(self, sequence: Row, before: list[Admission]) -> list[Admission] | None:
-        """Allocates host pages of a row and its followers, with the hit attached; None when they do not suffice."""
-        windows, prompt = self.runner.windows, sequence.num_tokens
-        room = sequence.capacity_tokens
-        tail = tuple(window.follower_demand(prompt, room) for window in windows) if sequence.followers else ()
+    def _take_host_pages(self, sequence: Row, cached: np.ndarray, batch: AdmissionBatch) -> bool:
+        """Adds a row and its followers to `batch` and allocates their host pages, the hit (`cached`, as of now) attached.
 
-        def admissions(host_pages: np.ndarray) -> list[Admission]:
-            num, query = len(host_pages), min(len(host_pages) * self.config.page_size, prompt - 1)
-            options: dict[str, Any] = {"prompt_tokens": prompt, "has_followers": bool(sequence.followers)}
-            own = tuple(window.demand(host_pages, num, query, room, **options) for window in windows)
-            return [Admission(sequence, own), *(Admission(follower, tail) for follower in sequence.followers)]
-
+        False, and nothing has changed, when device or host have no room for all of them.
+        """
+        mark, first = batch.mark(), len(batch)
         # Looked at without side effects first, so that a request that has to wait counts and evicts nothing.
-        if not self._fits([*before, *admissions(self.cached_pages(sequence))]):
-            return None
-        if not sequence.uses_host:
-            return admissions(np.zeros(0, np.int32))
+        if not batch.try_add(*self._admissions(sequence, cached)):
+            return False
         try:
-            if sequence.followers:
-                requests = [self._request(row) for row in members(sequence)]
-                group = self.cache.prepare_group(requests, sequence)
-                hit = group.leases[0].page_ids
-            else:
-                group = None
-                hit = self.cache.allocate_pages_for_sequences_with_prefix([self._request(sequence)])[0].shared_pages
+            group, hit = self._allocate_host_pages(sequence)
         except HostPagesExhausted:
-            return None
+            batch.undo(mark)
+            return False
+        except BaseException:
+            batch.undo(mark)
+            raise
+        if not np.array_equal(hit, cached):  # what was looked at is not what was taken
+            batch.undo(mark)
+            batch.add(*self._admissions(sequence, hit))
+        if group is not None:
+            batch.admissions[first] = replace(batch.admissions[first], group=group)
+        return True
+
+    def _admissions(self, sequence: Row, host_pages: np.ndarray) -> list[Admission]:
+        """A row and its followers, with a hit of `host_pages`."""
+        windows, prompt, room = self.runner.windows, sequence.num_tokens, sequence.capacity_tokens
+        num, query = len(host_pages), min(len(host_pages) * self.config.page_size, prompt - 1)
+        options: dict[str, Any] = {"prompt_tokens": prompt, "has_followers": bool(sequence.followers)}
+        own = tuple(window.demand(host_pages, num, query, room, **options) for window in windows)
+        tail = tuple(window.follower_demand(prompt, room) for window in windows) if sequence.followers else ()
+        return [Admission(sequence, own), *(Admission(follower, tail) for follower in sequence.followers)]
+
+    def _allocate_host_pages(self, sequence: Row) -> tuple[PreparedGroup | None, np.ndarray]:
+        """Host pages of a row and its followers: the group that holds them, if any, and the hit that prefill uses.
+
+        Raises `HostPagesExhausted`, changing nothing.
+        """
+        if not sequence.uses_host:
+            return None, np.zeros(0, np.int32)
+        group = None
+        if sequence.followers:
+            group = self.cache.prepare_group([self._request(row) for row in members(sequence)], sequence)
+            hit = group.leases[0].page_ids
+        else:
+            hit = self.cache.allocate_pages_for_sequences_with_prefix([self._request(sequence)])[0].shared_pages
         for row in members(sequence):
             row.shared_tokens = len(hit) * self.config.page_size
-        first, *rest = admissions(hit if self.suffix_prefill else hit[:0])
-        return [replace(first, group=group), *rest]
+        return group, hit if self.suffix_prefill else hit[:0]
 
     def cached_pages(self, sequence: Row) -> np.ndarray:
         """Host pages that a lookup would find for prefill now; no side effect."""
@@ -173,18 +179,6 @@ class Scheduler:
         """Leading pages of `host_pages` that are index entries."""
         indexed = np.asarray(self.cache.is_indexed(host_pages))
         return len(indexed) if indexed.all() else int(np.argmin(indexed))
-
-    def _plan(self, admissions: Sequence[Admission]) -> list[DevicePlan]:
-        return [
-            plan_device_pages(
-                [a.demands[group] for a in admissions], account.resident_page, account.is_counted, self.share_device
-            )
-            for group, account in enumerate(self.runner.accounts)
-        ]
-
-    def _fits(self, admissions: Sequence[Admission]) -> bool:
-        plans = self._plan(admissions)
-        return all(account.fits(plan) for plan, account in zip(plans, self.runner.accounts, strict=True))
 
     def _read_loads(self, plans: Sequence[DevicePlan]) -> tuple[dict[int, Payload], list[int]]:
         """The payloads that the plans load something of, and the host pages that could not be read."""
@@ -309,40 +303,6 @@ class Scheduler:
         sequence.committed_kv_tokens = tokens
         if sequence.uses_host:
             self.cache.set_context(sequence.id, tokens)
-
-    def _pages_to_come(self, rows: Sequence[Row]) -> dict[bytes, list[Row]]:
-        """Those of `rows` that will publish pages which are not there yet, by namespace and first page."""
-        size = self.config.page_size
-        coming: dict[bytes, list[Row]] = {}
-        for row in rows:
-            if not row.reuse or row.state is SequenceState.ON_HOLD:  # nobody knows when a held row goes on
-                continue
-            full = self.publishable_tokens(row) // size
-            if full and (row.offloaded_pages < full or row.pending_copies):
-                coming.setdefault(self._first_page(row), []).append(row)
-        return coming
-
-    def _first_page(self, sequence: Row) -> bytes:
-        size = self.config.page_size
-        tokens = sequence.prompt if len(sequence.prompt) >= size else sequence.tokens
-        return sequence.namespace + tokens[:size].tobytes()
-
-    def _waits_for_wave(self, sequence: Row, coming: dict[bytes, list[Row]]) -> bool:
-        """Whether one of the rows `coming` will publish the next page that `sequence` needs (X1)."""
-        others = coming.get(self._first_page(sequence), []) if sequence.reuse else []
-        if not others:
-            return False
-        end = (len(self.cached_pages(sequence)) + 1) * self.config.page_size
-        tokens = sequence.tokens[:end]
-        if len(tokens) < end:
-            return False
-        last = tokens[-self.config.page_size :]  # looked at first: rows of one beginning mostly differ here
-        return any(
-            self.publishable_tokens(row) >= end
-            and np.array_equal(row.tokens[end - len(last) : end], last)
-            and np.array_equal(row.tokens[:end], tokens)
-            for row in others
-        )
 
     def publishable_tokens(self, sequence: Row) -> int:
         """Tokens whose full pages may become index entries once computed: the prompt, or everything by option."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prefix_reuse.plan import PageDemand
+from prefix_reuse.device_plan import PageDemand
 
 
 def first_page(query: int, window: int | None, page_size: int) -> int:

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from prefix_reuse.device_plan import PageDemand, plan_device_pages
 from prefix_reuse.device_pool import DevicePool
 from prefix_reuse.errors import DevicePagesExhausted, PrefixReuseError
-from prefix_reuse.plan import PageDemand, plan_device_pages
 from prefix_reuse.windows import GroupWindow
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from prefix_reuse.device_plan import PageDemand, plan_device_pages
 from prefix_reuse.errors import LengthsError
 from prefix_reuse.plan import (
     Chunk,
     PagedBatchLengths,
-    PageDemand,
     bucket,
     pack_chunks,
-    plan_device_pages,
     plan_prefill,
 )
 

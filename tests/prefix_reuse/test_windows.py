@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from store_helpers import GROUPS, MODEL, PAGE, fill, geometry, make_cache, make_store, payload, seq
 
 from pallas_kernels.layout import LayerGroup
+from prefix_reuse.device_plan import plan_device_pages
 from prefix_reuse.errors import IntegrityError, InvalidRequestError, TransferError
 from prefix_reuse.geometry import StoreGeometry
 from prefix_reuse.host_archive import PageExport, StoredPrefix
 from prefix_reuse.host_store import HostPageStore, PrefixRequest
 from prefix_reuse.lease import MissReason
-from prefix_reuse.plan import plan_device_pages
 from prefix_reuse.windows import GroupWindow, first_page, most_pages, usable_pages
 
 NS = MODEL.digest
