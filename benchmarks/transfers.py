@@ -3,7 +3,9 @@
     python -m benchmarks.transfers OUT.json [--pages 256]
 
 The page copies are the engine's own (`prefix_reuse.transfer.PageTransfer`): gather and scatter included, random page numbers,
-all layers and groups of a page. GB/s are 1e9 bytes a second, medians of REPEATS; "link" is a copy of one array of 1 GB.
+all layers and groups of a page. "staged": the same pages by way of `prefix_reuse.staging`; "beside a matmul": how much of such
+a copy is hidden by a step of the same length that is dispatched after it (1 = all). GB/s are 1e9 bytes a second, medians of
+REPEATS; "link" is a copy of one array of 1 GB.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.layout import LayerGroup, page_bytes, pool_shape
+from prefix_reuse.host_part import Bundle
+from prefix_reuse.staging import Staging
 from prefix_reuse.steps import CompilationCounter
-from prefix_reuse.transfer import PageTransfer
+from prefix_reuse.transfer import PageTransfer, whole_bundles
 
 REPEATS, PAGE = 9, 64
 MODELS = {
@@ -79,10 +83,44 @@ def page_rates(groups: tuple[LayerGroup, ...], device: Any, num_pages: int) -> d
         nonlocal pools
         pools = list(jax.block_until_ready(transfer.load(pools, parts, ids)))
 
+    def staged() -> None:
+        nonlocal pools
+        staging.start(bundles)
+        pools = list(jax.block_until_ready(transfer.load(pools, parts, ids, staging.arrays)))
+        staging.clear()
+
+    staging = Staging(device, 2 * nbytes)
+    bundles = [bundle for column in parts for bundle in whole_bundles(column)]
     return {
         "to_device": rate(load, nbytes),
+        "to_device, staged": rate(staged, nbytes),
+        "beside a matmul": {"hidden": hidden_share(staging, bundles)},
         "to_host": rate(lambda: transfer.offload(pools, ids, np.arange(num_pages)).wait(), nbytes),
     }
+
+
+def hidden_share(staging: Staging, bundles: list[Bundle]) -> float:
+    """Which share of the time of copies into staging goes by while a step runs that was dispatched after them."""
+    side = 4096 if jax.default_backend() == "gpu" else 256
+    matrix = jnp.full((side, side), 1 / side, jnp.bfloat16)
+    work = jax.jit(lambda x, n: jax.lax.fori_loop(0, n, lambda _, y: y @ x, x))
+
+    def seconds(copies: bool, steps: int) -> float:
+        times = []
+        for _ in range(REPEATS):
+            start = time.perf_counter()
+            if copies:
+                staging.start(bundles)
+            out = work(matrix, steps) if steps else matrix
+            jax.block_until_ready((out, list(staging.arrays.values())))
+            times.append(time.perf_counter() - start)
+            staging.clear()
+        return statistics.median(times)
+
+    work(matrix, 1).block_until_ready()
+    copy = seconds(True, 0)
+    steps = max(1, round(100 * copy / seconds(False, 100)))
+    return (copy + seconds(False, steps) - seconds(True, steps)) / copy
 
 
 def main() -> None:
@@ -97,11 +135,12 @@ def main() -> None:
     for name, groups in MODELS.items():
         rows = page_rates(groups, device, options.pages)
         for direction, row in rows.items():
-            row["of_link"] = row["GBps"] / link[direction]["GBps"]
-            print(
-                f"{name} {direction}: {row['GBps']:.1f} GB/s, {row['of_link']:.3f} of {link[direction]['GBps']:.1f}",
-                flush=True,
-            )
+            if "hidden" in row:
+                print(f"{name} copies {direction}: {row['hidden']:.2f} hidden", flush=True)
+                continue
+            limit = link[direction.partition(",")[0]]["GBps"]
+            row["of_link"] = row["GBps"] / limit
+            print(f"{name} {direction}: {row['GBps']:.1f} GB/s, {row['of_link']:.3f} of {limit:.1f}", flush=True)
         result[name] = {"page_MB": sum(page_bytes(g, PAGE) for g in groups) / 1e6, **rows}
     options.out.write_text(json.dumps(result, indent=1))
 

@@ -39,6 +39,11 @@ class AdmissionBatch:
     def __len__(self) -> int:
         return len(self.admissions)
 
+    @property
+    def num_loads(self) -> int:
+        """Host pages that would be copied to the device, over all layer groups."""
+        return sum(planner.num_loads for planner in self._planners)
+
     def try_add(self, *admissions: Admission) -> bool:
         """Adds all of `admissions` where the pools have room for them, too; else none, and returns False."""
         mark = self.mark()

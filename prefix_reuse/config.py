@@ -28,6 +28,9 @@ class EngineConfig:
     max_host_bytes: int | None = None
     """Bytes of the host store at most; lowers `num_host_pages`. None = no cap in bytes. Pages that were copied together share a
     buffer, freed with its last page and rewritten once half of them are gone: buffers may take twice their pages' bytes."""
+    staging_bytes: int | None = None
+    """Device memory for host pages whose copies start before their row is let in (`prefetch.py`); 0 = none start early. None:
+    512 MiB on a GPU, where copies run beside the steps; 0 elsewhere. Acts only with `enable_prefix_reuse`."""
     max_rows: int = 8
     """Sequences that hold device pages at once (rows of the page table)."""
     max_context: int | None = None
@@ -97,6 +100,8 @@ class EngineConfig:
         for name in ("num_device_pages", "num_host_pages", "max_rows", "decode_steps", "max_stop_ids"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.staging_bytes is not None and self.staging_bytes < 0:
+            raise ConfigError(f"staging_bytes must not be negative, got {self.staging_bytes}")
         for name in ("max_context", "max_index_entries", "max_host_bytes", "num_window_pages"):
             value = getattr(self, name)
             if value is not None and value < 1:

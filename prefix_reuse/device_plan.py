@@ -110,6 +110,11 @@ class DevicePlanner:
         """As in `DevicePlan`, of the rows so far."""
         return self._copies + len(self._attached) + self._owned
 
+    @property
+    def num_loads(self) -> int:
+        """Host pages to copy so far."""
+        return len(self._loads)
+
     def add(self, demand: PageDemand) -> None:
         """Plans one more row."""
         pages: list[int] = []

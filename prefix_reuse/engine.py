@@ -44,6 +44,7 @@ from prefix_reuse.outputs import (
     find_stop,
 )
 from prefix_reuse.plan import Chunk
+from prefix_reuse.prefetch import Prefetcher
 from prefix_reuse.programs import Programs
 from prefix_reuse.runner import DeviceRunner, check_refused, stop_ids_of
 from prefix_reuse.samples import end_group, form_groups, members, start_followers
@@ -94,8 +95,8 @@ class Engine:
         check_model(model)
         self.model, self.config, self._clock = model, config, clock
         self.max_context = min(config.max_context or model.max_context, model.max_context)
-        self.memory = plan_memory(model, config)
         device = canonical_device(device)
+        self.memory = plan_memory(model, config, device)
         means = deterministic_means(model, config, device)
         geometry = StoreGeometry.of(model.kv_groups, config.page_size, device)
         capability = get_prefix_reuse_capability(model, config.page_size)
@@ -111,10 +112,12 @@ class Engine:
         if config.compilation_cache:
             enable_compilation_cache()
         self.programs = programs or Programs(model, config, device)
-        self.runner = DeviceRunner(model, config, self.max_context, device, self.programs)
+        staging_bytes = self.memory.staging_bytes if self.active else 0
+        self.runner = DeviceRunner(model, config, self.max_context, device, self.programs, staging_bytes)
         self.store.listen(self._host_pages_freed)
         self.scheduler = Scheduler(config, self.store, self.runner, self.counters)
         self.offloader = Offloader(config, self.store, self.runner, self.scheduler, self.counters)
+        self.prefetcher = Prefetcher(self.store, self.runner, self.scheduler, self.counters)
         fingerprint = weight_fingerprint(self.runner.params) if self.active else ""
         self.intake = Intake(model, config, self.capability, self.max_context, pool_tokens, fingerprint, means)
         platform = {"device": device.device_kind, "jaxlib": importlib.metadata.version("jaxlib")}
@@ -225,6 +228,7 @@ class Engine:
         self._requests[request_id] = _Request(tokens, params, samples)
         self.scheduler.waiting += samples
         self.counters.requests.submitted += 1
+        self.prefetcher.look_at(samples[0])
         return request_id
 
     def tokenize(self, prompt: Prompt) -> np.ndarray:
@@ -242,6 +246,7 @@ class Engine:
             if row.is_live:
                 self._complete(row, "cancelled")
         self.counters.requests.cancelled += 1
+        self.prefetcher.look_ahead()
 
     def hold(self, request_id: int) -> None:
         """Takes a decoding request off the device: unfinished pages are copied to the host first, host pages are kept.
@@ -294,6 +299,7 @@ class Engine:
         except BaseException:
             self._recover_device()
             raise
+        self.prefetcher.look_ahead()  # before anything is dispatched: a copy waits for what was dispatched before it
         try:
             self._prefill()
         except Exception:

@@ -12,11 +12,13 @@ import jax
 from pallas_kernels.layout import LayerGroup
 from prefix_reuse.config import EngineConfig
 from prefix_reuse.errors import ConfigError
-from prefix_reuse.geometry import StoreGeometry
+from prefix_reuse.geometry import StoreGeometry, canonical_device
 from prefix_reuse.index_types import Readable
 from prefix_reuse.windows import GroupWindow
 
 LOG = logging.getLogger("prefix_reuse")
+STAGING_BYTES = 512 << 20
+"""By default, on a GPU: about 10 ms of a link of 53 GB/s."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class MemoryPlan(Readable):
         weight_bytes: the model's parameters on the device.
         device_pages: pages of the device pool of each layer group; a sliding group needs fewer.
         device_bytes: the device pools.
+        staging_bytes: on the device beside the pools, for host pages whose row is not let in yet.
         page_bytes: one page over all layer groups, on the host as on the device.
         host_pages: pages that the host store may hold, after both caps.
         host_bytes: those pages, when all are filled.
@@ -35,6 +38,7 @@ class MemoryPlan(Readable):
     weight_bytes: int
     device_pages: tuple[int, ...]
     device_bytes: int
+    staging_bytes: int
     page_bytes: int
     host_pages: int
     host_bytes: int
@@ -64,8 +68,21 @@ def device_pages_of(windows: Sequence[GroupWindow], config: EngineConfig) -> tup
     return tuple(pages)
 
 
-def plan_memory(model: Any, config: EngineConfig) -> MemoryPlan:
-    """Looks at shapes only. Raises `ConfigError` when `max_host_bytes` has no room for one page."""
+def staging_bytes_of(config: EngineConfig, device: Any = None) -> int:
+    """Bytes that may be staged, where reuse is on."""
+    if config.staging_bytes is not None:
+        return config.staging_bytes
+    return STAGING_BYTES if canonical_device(device).platform == "gpu" else 0
+
+
+def plan_memory(model: Any, config: EngineConfig, device: Any = None) -> MemoryPlan:
+    """Looks at shapes only. Raises `ConfigError` when `max_host_bytes` has no room for one page.
+
+    Args:
+      model: see `steps.PagedModel`.
+      config: sizes and stages.
+      device: in any spelling that `canonical_device` takes; default the first one.
+    """
     geometry = StoreGeometry.of(model.kv_groups, config.page_size)
     page_bytes = geometry.page_bytes
     host_pages = config.num_host_pages
@@ -79,6 +96,7 @@ def plan_memory(model: Any, config: EngineConfig) -> MemoryPlan:
         weight_bytes=weights,
         device_pages=device_pages,
         device_bytes=sum(n * part.num_bytes for n, part in zip(device_pages, geometry.parts, strict=True)),
+        staging_bytes=min(staging_bytes_of(config, device), host_pages * page_bytes) if config.m1 else 0,
         page_bytes=page_bytes,
         host_pages=host_pages,
         host_bytes=host_pages * page_bytes,

@@ -24,6 +24,7 @@ from prefix_reuse.programs import Programs
 from prefix_reuse.sampling import SamplingState, sampling_state, token_counts
 from prefix_reuse.sequence import Sequence as Row
 from prefix_reuse.shared_decode import SharedPrefixPlanner
+from prefix_reuse.staging import Staging
 from prefix_reuse.steps import DecodeInputs, PagedModel, PrefillInputs, PrefillOutputs
 from prefix_reuse.transfer import PendingCopy
 
@@ -31,7 +32,15 @@ from prefix_reuse.transfer import PendingCopy
 class DeviceRunner:
     """Device pools (one `DevicePages` and one `DevicePool` per layer group), params, jitted steps and their buckets."""
 
-    def __init__(self, model: PagedModel, config: EngineConfig, max_context: int, device: Any, programs: Programs):
+    def __init__(
+        self,
+        model: PagedModel,
+        config: EngineConfig,
+        max_context: int,
+        device: Any,
+        programs: Programs,
+        staging_bytes: int = 0,
+    ):
         self.model, self.config, self.device = model, config, device
         self.max_columns = pages_for(max_context, config.page_size)
         self.params = jax.device_put(model.params, device)
@@ -46,6 +55,7 @@ class DeviceRunner:
             for window, pages in zip(self.windows, device_pages_of(self.windows, config), strict=True)
         )
         self.pools = self._create_pools()
+        self.staging = Staging(device, staging_bytes)
         self.shared = SharedPrefixPlanner(model.kv_groups, config, self.max_columns, device)
         self.last_prefill: PrefillBatch | None = None
         """Immutable snapshot of the last prefill batch (B13)."""
@@ -215,8 +225,15 @@ class DeviceRunner:
         return self.transfer.offload([p.kv_pages for p in self.pools], row_pages, host_pages)
 
     def load(self, parts: Sequence[Sequence[HostPart | np.ndarray]], pages: Sequence[np.ndarray]) -> None:
-        """Copies parts of host pages (for each group [N]) into device pages (for each group int32 [N])."""
-        kv = self.transfer.load([p.kv_pages for p in self.pools], parts, pages)
+        """Copies parts of host pages (for each group [N]) into device pages (for each group int32 [N]); waits for nothing.
+
+        What is staged comes from there. A failure drops it, so that the next try copies everything anew.
+        """
+        try:
+            kv = self.transfer.load([p.kv_pages for p in self.pools], parts, pages, self.staging.arrays)
+        except BaseException:
+            self.staging.clear()
+            raise
         self.pools = tuple(pool.replace(kv_pages=k) for pool, k in zip(self.pools, kv, strict=True))
 
     def poison_lost_pages(self) -> None:
@@ -235,7 +252,8 @@ class DeviceRunner:
         return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.pools))
 
     def reset(self) -> None:
-        """Fresh, empty pools and accounts."""
+        """Fresh, empty pools and accounts; nothing is staged."""
+        self.staging.clear()
         self.pools = self._create_pools()
         for account in self.accounts:
             account.reset()
@@ -281,7 +299,10 @@ class DeviceRunner:
     def _page_moves(self) -> list[tuple[int, Any]]:
         """(group, what to run) of the page copies; groups whose pools are alike share programs."""
         shapes = {(pool.kv_pages.shape, pool.kv_pages.dtype): group for group, pool in enumerate(self.pools)}
-        return [(g, move) for g in shapes.values() for move in self.transfer.warmups(self.pools[g].kv_pages)]
+        return [(g, move) for g in shapes.values() for move in self._warmups(g)]
+
+    def _warmups(self, group: int) -> list[tuple[str, Any]]:
+        return self.transfer.warmups(self.pools[group].kv_pages, self.staging if self.staging.max_bytes else None)
 
     def _warmup_decode(self, size: int) -> None:
         config = self.config

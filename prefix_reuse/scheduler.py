@@ -78,6 +78,8 @@ class Scheduler:
         wave = Wave(self.config.page_size, self.publishable_tokens)
         share = self.suffix_prefill and self.config.share_in_wave and bool(self.waiting)
         wave.add(self.running if share else ())
+        computing = [r for r in self.running if r.state is SequenceState.IN_PREFILL and r.leader is None]
+        ahead = sum(r.num_tokens - r.prefilled_tokens for r in computing)
         for sequence in self.waiting:
             if sequence.leader is not None:
                 continue  # comes in with its leader
@@ -87,8 +89,11 @@ class Scheduler:
             if wave.brings_next_page(sequence, len(cached)):
                 self.counters.requests.wave_waits += 1
                 continue
-            if not self._take_host_pages(sequence, cached, batch):
+            # Its prefill would not run in this turn: meanwhile its pages come over the link, beside what does run.
+            must_load_nothing = ahead >= self.config.max_prefill_tokens and self.runner.staging.max_bytes > 0
+            if not self._take_host_pages(sequence, cached, batch, must_load_nothing):
                 return
+            ahead += sequence.num_tokens - (sequence.shared_tokens if self.suffix_prefill else 0)
             wave.add(members(sequence) if share else ())
 
     def _give_back(self, admissions: list[Admission]) -> None:
@@ -102,14 +107,20 @@ class Scheduler:
             self.cache.abort_group(admission.group, admission.sequence)
         self.cache.release(admission.sequence.id)
 
-    def _take_host_pages(self, sequence: Row, cached: np.ndarray, batch: AdmissionBatch) -> bool:
+    def _take_host_pages(
+        self, sequence: Row, cached: np.ndarray, batch: AdmissionBatch, must_load_nothing: bool = False
+    ) -> bool:
         """Adds a row and its followers to `batch` and allocates their host pages, the hit (`cached`, as of now) attached.
 
-        False, and nothing has changed, when device or host have no room for all of them.
+        False, and nothing has changed, when device or host have no room for all of them, or host pages would have to be
+        loaded that must not be now.
         """
-        mark, first = batch.mark(), len(batch)
+        mark, first, loads = batch.mark(), len(batch), batch.num_loads
         # Looked at without side effects first, so that a request that has to wait counts and evicts nothing.
         if not batch.try_add(*self._admissions(sequence, cached)):
+            return False
+        if must_load_nothing and batch.num_loads > loads:
+            batch.undo(mark)
             return False
         try:
             group, hit = self._allocate_host_pages(sequence)
@@ -168,6 +179,12 @@ class Scheduler:
             counted=not sequence.admitted_before and sequence.leader is None,
             follows=None if sequence.leader is None else sequence.leader.id,
         )
+
+    def demands(self, sequence: Row) -> tuple[PageDemand, ...]:
+        """What a row in line would need on the device if it were let in now, by layer group; no side effect."""
+        if sequence.state is SequenceState.ON_HOLD:
+            return self._resume_demands(sequence)
+        return self._admissions(sequence, self.cached_pages(sequence))[0].demands
 
     def _resume_demands(self, sequence: Row) -> tuple[PageDemand, ...]:
         context = sequence.committed_kv_tokens

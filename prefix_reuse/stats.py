@@ -56,6 +56,8 @@ class DecodeCounters:
     """Unique host pages copied to the device."""
     host_bytes_loaded: tuple[int, ...] = ()
     """Bytes copied to the device by layer group; a sliding group loads the pages of a hit's last window only (X3)."""
+    host_bytes_prefetched: int = 0
+    """Bytes whose copy to the device was started before their row was let in."""
     window_pages_returned: int = 0
     """Device pages of sliding groups that rows gave back because their window had passed them (X3)."""
     loads_skipped_duplicate: int = 0
@@ -74,6 +76,8 @@ class FaultCounters:
 
     failed_offloads: int = 0
     failed_loads: int = 0
+    failed_prefetches: int = 0
+    """Copies that could not be started early; the pages are copied when their row is let in."""
     device_resets: int = 0
     last_error: str = ""
     """What the last failed copy or load said."""

@@ -6,13 +6,18 @@ copy in flight can not see later changes, and a loaded page can not be changed u
 Pages that leave the device together travel and live in bundles (`prefix_reuse.host_part`): on an H200 single pages of 1.6 MB
 reached 78% of the link, bundles of 32 of them 95%. A part of a bundle is read by a `dynamic_slice` in host memory, which
 copies those bytes only.
+
+What overlaps with what: within one call a bundle is on the link while the one before it is written into the pool. A call as a
+whole takes its turn among the steps, since it donates the pool, so a prefill waits for the loads before it; only copies that
+were started earlier, into memory of their own (`prefix_reuse.staging`), run beside other steps. The host waits for none of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -20,7 +25,8 @@ import numpy as np
 
 from pallas_kernels import gather_pages, scatter_pages
 from prefix_reuse.errors import TransferError
-from prefix_reuse.host_part import Bundles, HostPart
+from prefix_reuse.host_part import Bundle, Bundles, HostPart
+from prefix_reuse.staging import Staging
 from prefix_reuse.steps import CompilationCounter
 
 Payload = tuple[HostPart | None, ...]
@@ -134,14 +140,18 @@ class PageTransfer:
         pools: Sequence[jax.Array],
         parts: Sequence[Sequence[HostPart | np.ndarray]],
         device_pages: Sequence[np.ndarray],
+        staged: Mapping[Bundle, jax.Array] = MappingProxyType({}),
     ) -> tuple[jax.Array, ...]:
-        """Copies parts of host pages into the pools. Donates `pools`; returns the updated ones.
+        """Copies parts of host pages into the pools. Donates `pools`; returns the updated ones. Waits for nothing.
+
+        Of several whole bundles one is written into the pool while the next is on the link.
 
         Args:
           pools: `kv_pages` of each layer group.
           parts: for each group, the parts to copy; the groups need not copy the same pages, nor as many. Parts that are
             neighbours in a bundle and here are copied in one piece; numpy arrays do as well.
           device_pages: int32 [N] for each group: where they go.
+          staged: bundles of which a copy is on the device, or on its way there; whole bundles are taken from it.
 
         Raises `TransferError` before anything is donated when a part does not have the shape of a page.
         """
@@ -151,19 +161,33 @@ class PageTransfer:
         out = []
         for pool, some, pages in zip(pools, parts, device_pages, strict=True):
             held = [part if isinstance(part, HostPart) else self.bundles.alone(np.array(part)) for part in some]
-            out.append(self._load_group(pool, held, np.ascontiguousarray(pages, np.int32)))
+            out.append(self._load_group(pool, held, np.ascontiguousarray(pages, np.int32), staged))
         return tuple(out)
 
-    def _load_group(self, pool: jax.Array, parts: Sequence[HostPart], ids: np.ndarray) -> jax.Array:
+    def _load_group(
+        self,
+        pool: jax.Array,
+        parts: Sequence[HostPart],
+        ids: np.ndarray,
+        staged: Mapping[Bundle, jax.Array] = MappingProxyType({}),
+    ) -> jax.Array:
+        early: dict[int, list[tuple[jax.Array, np.ndarray]]] = {}
         whole: dict[int, list[tuple[jax.Array, np.ndarray]]] = {}
-        for first, end in _runs(parts):
+        runs = _runs(parts)
+        for first, end in (run for run in runs if _is_whole(parts, *run)):
+            bundle = parts[first].bundle
+            arrays = early if bundle in staged else whole
+            arrays.setdefault(end - first, []).append((staged.get(bundle, bundle.array), ids[first:end]))
+        pool = self._load_whole(pool, early)  # what is there, or comes next, is written first
+        for first, end in (run for run in runs if not _is_whole(parts, *run)):
             array, start = parts[first].bundle.array, parts[first].index
-            if end - first == array.shape[0]:
-                whole.setdefault(end - first, []).append((array, ids[first:end]))
-                continue
             for size in split_powers_of_two(end - first):
                 pool = self._load_part(pool, ids[first : first + size], array, np.int32(start))
                 first, start = first + size, start + size
+        return self._load_whole(pool, whole)
+
+    def _load_whole(self, pool: jax.Array, whole: Mapping[int, list[tuple[jax.Array, np.ndarray]]]) -> jax.Array:
+        """Arrays and their page ids, by pages in an array."""
         for size, some in whole.items():
             at = 0
             for count in _calls(size, len(some)):
@@ -180,18 +204,19 @@ class PageTransfer:
         """Frees the memory of a bundle of which few pages are left, if there is one; copies those pages."""
         self.bundles.dissolve()
 
-    def warmups(self, pool: jax.Array) -> list[tuple[str, Callable[[jax.Array], jax.Array]]]:
-        """What to run so that no later copy of a pool of this shape compiles: (name, pool -> pool).
+    def warmups(
+        self, pool: jax.Array, staging: Staging | None = None
+    ) -> list[tuple[str, Callable[[jax.Array], jax.Array]]]:
+        """What to run so that no later copy of a pool of this shape compiles, from `staging` included: (name, pool -> pool).
 
         Each donates the pool and copies page 0 out and in again, so that its bytes stay as they are.
         """
         sizes = bundle_sizes(_part_bytes(pool))
         singles = [1 << i for i in range(LARGEST_COPY.bit_length())]
-        return [(f"copies of {n} in a bundle", partial(self._warmup_bundles, size=n)) for n in sizes] + [
-            (f"copies of {n}", partial(self._warmup_singles, count=n)) for n in singles
-        ]
+        moves = [(f"copies of {n} in a bundle", partial(self._warmup_bundles, size=n, staging=staging)) for n in sizes]
+        return moves + [(f"copies of {n}", partial(self._warmup_singles, count=n, staging=staging)) for n in singles]
 
-    def _warmup_bundles(self, pool: jax.Array, size: int) -> jax.Array:
+    def _warmup_bundles(self, pool: jax.Array, size: int, staging: Staging | None) -> jax.Array:
         """Whole ones, and every power of two of a bundle's pages."""
         ids = np.zeros(size * WHOLE_BUNDLES, np.int32)
         self._gather_bundles(pool, ids[:size], size)
@@ -199,13 +224,32 @@ class PageTransfer:
         moves = [parts, parts[:size], *(parts[1 << i : 2 << i] for i in range((size // 2).bit_length()))]
         for some in moves:
             pool = self._load_group(pool, some, ids[: len(some)])
-        return pool
+        return self._warmup_staged(pool, moves[:2], ids, staging)
 
-    def _warmup_singles(self, pool: jax.Array, count: int) -> jax.Array:
+    def _warmup_singles(self, pool: jax.Array, count: int, staging: Staging | None) -> jax.Array:
         ids = np.zeros(count, np.int32)
         self._offload(pool, ids)  # one by one where no bundle is so small
         parts = [self._offload(pool, ids[:1])[0] for _ in range(count)]
-        return self._load_group(pool, parts, ids)
+        return self._warmup_staged(self._load_group(pool, parts, ids), [parts], ids, staging)
+
+    def _warmup_staged(
+        self, pool: jax.Array, moves: Sequence[Sequence[HostPart]], ids: np.ndarray, staging: Staging | None
+    ) -> jax.Array:
+        """Whole bundles once more, from staging. More than it may hold never come from there together."""
+        if staging is None:
+            return pool
+        for parts in moves:
+            bundles = whole_bundles(parts)
+            if sum(bundle.array.nbytes for bundle in bundles) <= staging.max_bytes:
+                staging.start(bundles)
+                pool = self._load_group(pool, parts, ids[: len(parts)], staging.arrays)
+                staging.clear()
+        return pool
+
+
+def whole_bundles(parts: Sequence[HostPart]) -> list[Bundle]:
+    """The bundles of which `parts` has all parts, side by side in order."""
+    return [parts[first].bundle for first, end in _runs(parts) if _is_whole(parts, first, end)]
 
 
 def check_part(part: Any, pool: jax.Array, group: int) -> None:
@@ -232,6 +276,11 @@ def _runs(parts: Sequence[HostPart]) -> list[tuple[int, int]]:
         else:
             runs.append((i, i + 1))
     return runs
+
+
+def _is_whole(parts: Sequence[HostPart], first: int, end: int) -> bool:
+    """Whether a run is all of its bundle."""
+    return end - first == parts[first].bundle.array.shape[0]
 
 
 def _calls(size: int, count: int) -> list[int]:

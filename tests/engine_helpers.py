@@ -36,6 +36,7 @@ def engine(kind: str = "llama", *, on: bool = True, seed: int = 0, **config: Any
         "decode_steps": 4,
         "poison": True,
         "compilation_cache": False,
+        "staging_bytes": 1 << 20,
         "enable_prefix_reuse": on,
     }
     sizes = EngineConfig(**{**defaults, **config})

@@ -17,8 +17,9 @@ import pytest
 from prefix_reuse import transfer as module
 from prefix_reuse.errors import TransferError
 from prefix_reuse.host_part import HostPart
+from prefix_reuse.staging import Staging
 from prefix_reuse.steps import CompilationCounter
-from prefix_reuse.transfer import PageTransfer, bundle_sizes, split_powers_of_two
+from prefix_reuse.transfer import PageTransfer, bundle_sizes, split_powers_of_two, whole_bundles
 
 PAGES, SHAPE = 96, (2, 2, 4, 8)  # pages in the pool; KV heads, K and V, slots, head_dim
 
@@ -73,6 +74,26 @@ def test_pages_come_back_as_they_were(count: int) -> None:
     assert np.array_equal(np.asarray(loaded), want, equal_nan=True)
 
 
+@pytest.mark.parametrize("some", [slice(None), slice(0, None, 2), slice(0, 3)])
+def test_whole_bundles_that_are_staged_are_taken_from_there(some: slice) -> None:
+    """Staged ones come from their copy, here with other numbers so that it shows; all the rest from the host."""
+    t, source, staging = transfer(), pool(), Staging(jax.devices()[0], 1 << 30)
+    parts = offload(t, source, np.arange(45))
+    del parts[2]  # this bundle is not whole here
+    bundles = whole_bundles(parts)
+    assert [bundle.array.shape[0] for bundle in bundles] == [8] * 4 + [4, 1]
+    size = sum(bundle.array.nbytes for bundle in bundles[some])
+    assert staging.start(bundles[some]) == staging.num_bytes == size
+    assert staging.start(bundles[some]) == 0
+    staging.arrays.update({bundle: array + 1 for bundle, array in staging.arrays.items()})
+    pages = np.delete(np.arange(45), 2)
+    (loaded,) = t.load([jnp.full(source.shape, jnp.nan)], [parts], [pages], staging.arrays)
+    early = [part.bundle in staging.arrays for part in parts]
+    want = np.full(source.shape, np.nan, np.float32)
+    want[:, pages] = np.asarray(source)[:, pages] + np.array(early, np.float32)[None, :, None, None, None, None]
+    assert np.array_equal(np.asarray(loaded), want, equal_nan=True)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_any_choice_of_pages_in_any_order_is_loaded(seed: int) -> None:
     t, source, rng = transfer(), pool(), np.random.default_rng(seed)
@@ -109,7 +130,8 @@ def test_warmup_leaves_nothing_to_compile_and_the_pool_as_it_was(
     monkeypatch.setattr(module, "BUNDLE_BYTES", bundle_bytes)
     t, source = transfer(), pool()
     warm = pool()
-    for _, move in t.warmups(warm):
+    staging = Staging(jax.devices()[0], 1 << 30)
+    for _, move in t.warmups(warm, staging):
         warm = move(warm)
     assert np.array_equal(np.asarray(warm), np.asarray(source))
     programs: tuple[Any, ...] = t._gather_bundles, t._gather_singles, t._load, t._load_part
@@ -119,6 +141,9 @@ def test_warmup_leaves_nothing_to_compile_and_the_pool_as_it_was(
         parts = offload(t, source, ids)
         for first in (0, 1, count // 3):
             (warm,) = t.load([warm], [parts[first:]], [ids[first:]])
+            staging.start(whole_bundles(parts[first:])[::2] if count % 2 else whole_bundles(parts[first:]))
+            (warm,) = t.load([warm], [parts[first:]], [ids[first:]], staging.arrays)
+            staging.clear()
     singles = [offload(t, source, [page])[0] for page in range(45)]
     (warm,) = t.load([warm], [singles], [np.arange(45)])
     assert [p._cache_size() for p in programs] == before
