@@ -34,6 +34,7 @@ class Offloader:
     ):
         self.config, self.cache, self.runner = config, cache, runner
         self.scheduler, self.counters = scheduler, counters
+        self._has_windows = any(window.window is not None for window in runner.windows)
         self.pending: list[tuple[Row, PendingCopy, np.ndarray, int]] = []
         """Copies under way: the row, the copy, filled slots of each page, and the row's epoch then."""
         self.closing: list[Row] = []
@@ -122,11 +123,15 @@ class Offloader:
             self.start(row, row.offloaded_pages, full)
             row.offloaded_pages = full
 
-    def give_back(self, row: Row) -> None:
-        """Gives back the device pages that the row's windows have passed; their copy to the host is started first."""
-        if row.is_live and row.leader is None and row.row is not None:
-            self.flush_full_pages(row)
-            self.scheduler.slide(row, row.prefilled_tokens if row.replays else row.committed_kv_tokens)
+    def give_back(self) -> None:
+        """Gives back the device pages that the rows' windows have passed; their copies to the host are started first.
+
+        Rows of a model without windows are not even looked at.
+        """
+        for row in self.scheduler.running if self._has_windows else ():
+            if row.is_live and row.leader is None and row.row is not None:
+                self.flush_full_pages(row)
+                self.scheduler.slide(row, row.prefilled_tokens if row.replays else row.committed_kv_tokens)
 
     def start(self, row: Row, first: int, end: int) -> None:
         """Starts copying the row's pages first..end-1; see `start_columns`."""

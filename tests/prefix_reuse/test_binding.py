@@ -14,8 +14,7 @@ from store_helpers import GROUPS, PAGE, geometry, make_store
 
 from models.testing import tiny_llama
 from pallas_kernels.layout import LayerGroup
-from prefix_reuse import Engine, EngineConfig
-from prefix_reuse import engine as engine_module
+from prefix_reuse import Engine, EngineConfig, engine_state
 from prefix_reuse.errors import ConfigError, GeometryError
 from prefix_reuse.geometry import StoreGeometry, canonical_device
 from prefix_reuse.host_store import HostPageStore
@@ -159,7 +158,7 @@ def test_an_engine_with_a_store_of_another_geometry_runs_cold_and_says_why():
 def test_the_store_is_bound_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch):
     """B16: at the time the pools are made, the store has its geometry, and the memory is known."""
     seen: list[Any] = []
-    real = engine_module.DeviceRunner
+    real = engine_state.DeviceRunner
 
     def runner(*args: Any) -> Any:
         (e,) = [o for o in seen if isinstance(o, Engine)]
@@ -171,7 +170,7 @@ def test_the_store_is_bound_before_anything_is_allocated(monkeypatch: pytest.Mon
             seen.append(self)
             super().__init__(*args, **options)
 
-    monkeypatch.setattr(engine_module, "DeviceRunner", runner)
+    monkeypatch.setattr(engine_state, "DeviceRunner", runner)
     e = Watched(model(), SIZES, programs=programs("llama", 4))
     assert seen[1] == (StoreGeometry.of(model().kv_groups, 4, DEVICE), e.memory.host_bytes, False)
 
@@ -243,7 +242,7 @@ def test_memory_is_known_before_it_is_taken(monkeypatch: pytest.MonkeyPatch):
     assert "host bytes" in str(capped.memory)
     assert engine(max_host_bytes=10**9).memory.host_pages == 64
     taken: list[Any] = []
-    monkeypatch.setattr(engine_module, "DeviceRunner", lambda *a: taken.append(a))
+    monkeypatch.setattr(engine_state, "DeviceRunner", lambda *a: taken.append(a))
     with pytest.raises(ConfigError, match="no room for a page"):
         engine(max_host_bytes=page - 1)
     assert not taken

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from determinism_helpers import Bits
-from engine_helpers import GREEDY, check, drained, index_of, prompt
+from engine_helpers import GREEDY, check, drained, engine, index_of, prompt
 
 from models.testing import HybridLlama, reference_logits, tiny_hybrid
 from prefix_reuse import Engine, EngineConfig, SamplingParams
@@ -244,6 +244,17 @@ def test_bytes_that_vanish_between_lookup_and_load_cost_the_hit_and_nothing_else
 
 
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in [(4, 1), (4, 8), (4, 17), (8, 9), (16, 20), (4, 200)]]
+
+
+@pytest.mark.parametrize(("kind", "looks"), [("llama", False), ("hybrid", True)])
+def test_rows_of_a_model_without_windows_are_not_looked_at(kind: str, looks: bool, monkeypatch: pytest.MonkeyPatch):
+    e = engine(kind)
+    request = e.submit(prompt(9, seed=1), SamplingParams(max_tokens=9, ignore_eos=True))
+    e.step()
+    seen: list[int] = []
+    monkeypatch.setattr(e.scheduler, "slide", lambda row, *_: seen.append(row.request_id))
+    e.offloader.give_back()
+    assert seen == [request] * looks
 
 
 @pytest.mark.parametrize(("page", "window"), [(4, 9), *SLOW])

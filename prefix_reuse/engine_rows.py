@@ -1,0 +1,78 @@
+"""How rows of an engine go on: sampled tokens, ends, outputs."""
+
+from __future__ import annotations
+
+import math
+
+from prefix_reuse.engine_state import EngineState, Request
+from prefix_reuse.outputs import RequestOutput, SampleOutput, cut_at_stop, find_stop
+from prefix_reuse.runner import stop_ids_of
+from prefix_reuse.sequence import Sequence as Row
+from prefix_reuse.sequence import SequenceState
+
+
+class EngineRows(EngineState):
+    """The part of `Engine` that takes sampled tokens, and ends rows and requests."""
+
+    def _append(self, row: Row, new: list[int]) -> None:
+        """Adds sampled tokens, finds out whether they end the row. The last token never has KV yet."""
+        num_old = len(row.generated)
+        row.generated += new
+        reason = None
+        if new and new[-1] in stop_ids_of(self.model, row):
+            reason = "stop"
+        elif row.remaining <= 0:
+            limited_by_pool = row.budget < min(row.params.max_tokens, self.max_context - len(row.prompt))
+            reason = "capacity" if limited_by_pool else "length"
+        if row.params.stop:
+            keep = find_stop(self.intake.tokenizer(), row.generated, num_old, row.params.stop)
+            if keep is not None:
+                del row.generated[keep:]
+                reason = "stop"
+        self.scheduler.commit(row, row.num_tokens - 1)
+        if reason:
+            if self.config.publish_generated:
+                self.offloader.flush_full_pages(row)
+            self._complete(row, reason)
+
+    def _complete(self, row: Row, reason: str) -> None:
+        row.move_to(SequenceState.COMPLETED)
+        row.finish_reason = reason
+        if reason != "cancelled" and row.pending_copies:
+            self.offloader.closing.append(row)  # its pages are published when their copies have landed
+        else:
+            self.offloader.detach(row)
+            self.scheduler.release(row)
+        request = self._requests[row.request_id]
+        if not any(r.is_live for r in request.samples):
+            self._finished.append(self._output(row.request_id, request))
+            if not row.scoring:
+                del self._requests[row.request_id]
+            self.counters.requests.completed += reason != "cancelled"
+
+    def _output(self, request_id: int, request: Request) -> RequestOutput:
+        first = request.samples[0]
+        tokenizer = getattr(self.model, "tokenizer", None)
+        samples = []
+        for row in request.samples:
+            text = cut_at_stop(tokenizer.decode(row.generated), row.params.stop) if tokenizer is not None else ""
+            samples.append(SampleOutput(tuple(row.generated), text, row.finish_reason or ""))
+        started = first.first_token_at
+        return RequestOutput(
+            request_id=request_id,
+            prompt_token_ids=request.prompt,
+            samples=tuple(samples),
+            cached_tokens=first.cached_tokens,
+            computed_tokens=len(request.prompt) - first.cached_tokens if first.admitted_before else 0,
+            full_hit=first.full_hit,
+            ttft_ms=math.nan if started is None else (started - first.submitted_at) * 1e3,
+        )
+
+    def _cancel(self, request_id: int) -> None:
+        """See `Engine.cancel`."""
+        request = self._live(request_id)
+        for row in request.samples:
+            if row.is_live:
+                self._complete(row, "cancelled")
+        self.counters.requests.cancelled += 1
+        self.prefetcher.look_ahead()
