@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from pallas_kernels import layout
 from pallas_kernels.ragged_paged_attention import mosaic_kernel as kernel
 from pallas_kernels.ragged_paged_attention import mosaic_schedule as schedule
+from pallas_kernels.ragged_paged_attention.chunk_merge import merge_chunks
 
 HEAD_DIMS = (64, 128)
 DTYPES = (jnp.bfloat16, jnp.float16)
@@ -181,19 +182,15 @@ def ragged_paged_attention(
         outputs["stats"] = jax.ShapeDtypeStruct((stats_slots, head_groups, 2, rows), jnp.float32)
     results = dict(zip(outputs, run(shape, inputs, tuple(outputs.values()), interpret, tuned["lane"]), strict=True))
 
-    out = results["out"][..., :num_tokens, :, :]
     lse = jnp.full((num_tokens, num_heads), -jnp.inf, jnp.float32)
-    if shape.want_stats:
-        top, total = token_stats(results["stats"], plan, tokens=tokens, packed=packed, slots=slots, split=split)
     if split:
-        out, top, total = merge_chunks(out, top, total, plan)
-        denominator = total
-        if sinks is not None:
-            sink_top, sink_sum = sink_state(sinks)
-            new_top = jnp.maximum(top, sink_top)
-            out = out * power_of_two(top - new_top)[..., None]
-            denominator = total * power_of_two(top - new_top) + sink_sum * power_of_two(sink_top - new_top)
-        out = (out * jnp.where(denominator > 0, 1.0 / denominator, 0.0)[..., None]).astype(q.dtype)
+        sink = sink_state(sinks) if sinks is not None else None
+        sizes_of_out = {"num_tokens": num_tokens, "tokens_per_consumer": tokens, "dtype": q.dtype}
+        out, top, total = merge_chunks(results["out"], results["stats"], plan, sink, **sizes_of_out)
+    else:
+        out = results["out"][:num_tokens]
+        if return_lse:
+            top, total = token_stats(results["stats"], plan, tokens=tokens, packed=packed, slots=slots)
     if return_lse:
         # The maximum of no keys is not an exponent: only rows with keys have a logarithm.
         live = total > 0
@@ -259,35 +256,12 @@ def sink_state(sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
     return top, jnp.exp2(logit - top)
 
 
-def power_of_two(x: jax.Array) -> jax.Array:
-    """2**x for integers x <= 0, exactly; 0 below the range. XLA's exp2 goes through exp and rounds."""
-    exponent = jnp.clip(x, -127, 0).astype(jnp.int32) + 127
-    return jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
-
-
 def token_stats(
-    stats: jax.Array, plan: schedule.Schedule, *, tokens: int, packed: int, slots: int, split: bool
+    stats: jax.Array, plan: schedule.Schedule, *, tokens: int, packed: int, slots: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Maximum and denominator of every token and head, `[T, H]`, or `[chunks, T, H]` of a split."""
+    """Maximum and denominator of every token and head, `[T, H]`."""
     head_groups = stats.shape[1]
-    chunks = stats.reshape(-1, slots, head_groups, 2, kernel.CONSUMERS, packed, tokens)
-    picked = chunks[:, plan.slots, :, :, plan.lanes // tokens, :, plan.lanes % tokens]  # [T, chunks, groups, 2, packed]
-    picked = picked.transpose(3, 1, 0, 2, 4).reshape(2, chunks.shape[0], plan.slots.shape[0], head_groups * packed)
-    return (picked[0], picked[1]) if split else (picked[0, 0], picked[1, 0])
-
-
-def merge_chunks(
-    out: jax.Array, top: jax.Array, total: jax.Array, plan: schedule.Schedule
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sum of the chunks' parts in order, as one block would have added them up."""
-    begin, end = plan.chunk_range
-    number = jnp.arange(out.shape[0])[:, None]
-    written = ((number >= begin) & (number < end))[..., None]
-    top = jnp.where(written, top, kernel.EMPTY_TOP)
-    all_top = top.max(axis=0)
-    weight = jnp.where(written, power_of_two(top - all_top), 0.0)
-    values, sums = jnp.zeros(out.shape[1:], jnp.float32), jnp.zeros(out.shape[1:-1], jnp.float32)
-    for c in range(out.shape[0]):
-        values = values + jnp.where(written[c][..., None], out[c] * weight[c][..., None], 0.0)
-        sums = sums + jnp.where(written[c], total[c] * weight[c], 0.0)
-    return values, all_top, sums
+    tiles = stats.reshape(slots, head_groups, 2, kernel.CONSUMERS, packed, tokens)
+    picked = tiles[plan.slots, :, :, plan.lanes // tokens, :, plan.lanes % tokens]  # [T, groups, 2, packed]
+    picked = picked.transpose(2, 0, 1, 3).reshape(2, plan.slots.shape[0], head_groups * packed)
+    return picked[0], picked[1]

@@ -26,6 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "whole": {"config": {"chunk": 64, "split": False}},
     "split": {"config": {"chunk": 64, "split": True}},
     "options": {"config": {"chunk": 64, "split": False}, "window": 40, "sinks": True, "soft_cap": 20.0},
+    "split options": {"config": {"chunk": 64, "split": True}, "window": 40, "sinks": True, "soft_cap": 20.0},
 }
 SMALL = {"num_blocks": 1, "block_kv": 64, "stages": 2}
 
