@@ -405,6 +405,24 @@ def test_inserted_prefixes_may_lack_parts_and_may_fill_them():
     store.check_integrity()
 
 
+@pytest.mark.parametrize("first_whole", [True, False])
+def test_prefixes_that_are_inserted_together_never_rewrite_each_others_pages(first_whole: bool):
+    """B15, N6: of a shared beginning the bytes that come first stay; a later prefix only adds what they lack."""
+    store = make_store(integrity=True)
+    parts, others = [payload(i) for i in range(4)], [payload(10 + i) for i in range(4)]
+    partial = [(part[0], None) for part in parts]
+    first, second = (parts, [(part[0], None) for part in others]) if first_whole else (partial, others)
+    branches = [StoredPrefix(NS, seq(1, 16), first), StoredPrefix(NS, np.append(seq(1, 12), seq(50, 53)), second)]
+    assert store.insert(branches) == 5
+    store.check_integrity()
+    shared = store.export(store.peek(np.append(seq(1, 12), 99), NS).page_ids)
+    assert len(shared) == 3
+    for i, page in enumerate(shared.payloads):
+        assert np.array_equal(page[0], parts[i][0])
+        assert np.array_equal(page[SLIDING], (parts if first_whole else others)[i][SLIDING])
+    assert store.stats().filled_parts == (0 if first_whole else 3)
+
+
 def test_truncating_a_row_keeps_what_it_lacks():
     """A copied tail page lacks what its source lacks (copy on write)."""
     store = make_store()
