@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from models import export, gpt_oss, llama, qwen3
-from models.checkpoint import Checkpoint, SafetensorsCheckpoint, digest_of, read_config
+from models.checkpoint import Checkpoint, SafetensorsCheckpoint, digest_of, read_config, read_json, read_text
 from models.errors import CheckpointError, UnsupportedAttentionError, UnsupportedModelError
 from models.gguf_checkpoint import GgufCheckpoint
 from models.model import Model
@@ -173,7 +172,8 @@ def resolve(path_or_name: str | Path) -> Path:
 
 def family_of(config: Mapping[str, Any]) -> Family:
     """The family of a config. Raises UnsupportedAttentionError or UnsupportedModelError, by name."""
-    names = config.get("architectures") or [config.get("model_type", "unnamed")]
+    names = config.get("architectures") or config.get("model_type") or "unnamed"
+    names = [str(name) for name in names] if isinstance(names, list) else [str(names)]
     supported = ", ".join(FAMILIES)
     latent = [key for key in _LATENT_KEYS if config.get(key) is not None]
     if latent:
@@ -256,7 +256,18 @@ def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
     template = checkpoint.path / "chat_template.jinja"
     settings = checkpoint.path / "tokenizer_config.json"
     if template.is_file():
-        tokenizer.chat_template = template.read_text(encoding="utf-8")
+        tokenizer.chat_template = read_text(template)
     elif settings.is_file():
-        tokenizer.chat_template = json.loads(settings.read_text(encoding="utf-8")).get("chat_template")
+        tokenizer.chat_template = _default_template(settings)
     return tokenizer
+
+
+def _default_template(settings: Path) -> str | None:
+    """The template of a `tokenizer_config.json`; of several with names the one called "default"."""
+    template = read_json(settings).get("chat_template")
+    if isinstance(template, list):
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[0].get("template") if named else None
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(f"{settings} has a chat_template that is neither a text nor a list of named ones")
+    return template
