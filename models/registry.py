@@ -9,10 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from models import export, gpt_oss, llama, qwen3
-from models.checkpoint import Checkpoint, SafetensorsCheckpoint, digest_of, read_config, read_json, read_text
+from models.checkpoint import (
+    Checkpoint,
+    SafetensorsCheckpoint,
+    config_dtype,
+    digest_of,
+    read_config,
+    read_json,
+    read_text,
+)
 from models.errors import CheckpointError, UnsupportedAttentionError, UnsupportedModelError
 from models.gguf_checkpoint import GgufCheckpoint
 from models.model import Model
@@ -116,6 +123,11 @@ def save(model: Model, folder: str | Path) -> None:
     export.write(model, family.plan(model.config), Path(folder).expanduser())
 
 
+def check_folder(folder: str | Path) -> None:
+    """Raises CheckpointError unless `save` may write to this folder; before a model is loaded for it."""
+    export.check_folder(Path(folder).expanduser())
+
+
 def checkpoint_memory(path_or_name: str | Path, dtype: Any = None, *, dequantise: bool = False) -> int:
     """Bytes of device memory that the parameters will take; reads headers only. Arguments as in `load`."""
     path = resolve(path_or_name)
@@ -195,10 +207,8 @@ def _open_export(path: Path, dtype: Any, dequantise: bool) -> tuple[Mapping[str,
     if family is None:
         raise CheckpointError(f"{path} holds a {manifest['family']!r}; supported: {', '.join(_EXPORTED)}")
     config = export.decode_config(family.config, manifest["config"])
-    if dtype is not None and jnp.dtype(dtype) != config.dtype:
-        raise CheckpointError(
-            f"{path} was exported in {config.dtype}; for {jnp.dtype(dtype)} export the checkpoint again"
-        )
+    if dtype is not None and (wanted := config_dtype({}, dtype)) != config.dtype:
+        raise CheckpointError(f"{path} was exported in {config.dtype}; for {wanted} export the checkpoint again")
     if dequantise and getattr(config, "packed", False):
         raise CheckpointError(f"{path} was exported with MXFP4 weights; to expand them export the checkpoint again")
     return manifest, family, config
