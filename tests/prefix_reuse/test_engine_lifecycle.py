@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from engine_helpers import GREEDY, check, cold, drained, engine, index_of, model, prompt
 
+from models.testing import toy_tokenizer
 from prefix_reuse import Engine, EngineConfig, PrefixReuseError, SamplingParams, UnsupportedAttentionError
 from prefix_reuse.errors import (
     CapacityError,
@@ -20,6 +21,7 @@ from prefix_reuse.errors import (
     TransferError,
     UnknownRequestError,
 )
+from prefix_reuse.outputs import find_stop
 from prefix_reuse.sequence import TRANSITIONS, Sequence, SequenceState
 from prefix_reuse.transfer import PageTransfer, PendingCopy
 
@@ -646,6 +648,33 @@ def test_top_k_1_is_greedy_and_stop_ids_end_the_output():
     assert out.finish_reason == "stop"
     with pytest.raises(InvalidRequestError, match="max_stop_ids"):
         e.submit(tokens, SamplingParams(stop_token_ids=tuple(range(2, 40))))
+    drained(e)
+
+
+@pytest.mark.parametrize("old", range(6))
+def test_a_stop_string_is_found_wherever_a_boundary_falls_in_it(old: int):
+    """Tokens without text, as special ones are, may stand between its letters; the boundary must not decide what is found."""
+    tokenizer = toy_tokenizer()
+    a, b, special = tokenizer.encode("a")[0], tokenizer.encode("b")[0], tokenizer.encode("<eos>")[0]
+    generated = [b, a, special, special, special, b, b]
+    assert tokenizer.decode(generated) == "babb"
+    found = find_stop(tokenizer, generated, old, ("ab",))
+    assert found == 6
+
+
+def test_text_with_tokens_that_the_model_does_not_know_is_refused():
+    """A tokenizer may have more tokens than the model has rows; no neighbour's row is taken in their place."""
+
+    class Wide:
+        def encode(self, text: str) -> list[int]:
+            return [5, 128] if text.strip() else []
+
+    e = engine()
+    e.intake.tokenizer = Wide  # type: ignore[method-assign]
+    with pytest.raises(InvalidRequestError, match="128 is outside"):
+        e.submit("text", GREEDY)
+    with pytest.raises(InvalidRequestError, match="no tokens"):
+        e.submit(" ", GREEDY)
     drained(e)
 
 
