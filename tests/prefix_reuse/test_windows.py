@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -390,6 +391,27 @@ def test_a_row_is_restored_only_with_the_bytes_that_its_window_reaches():
         else:
             with pytest.raises(TransferError, match=r"reads page 3 of layer group 1 \(window 8\)"):
                 store.checkpoint("row")
+
+
+def test_a_checkpoint_that_lacks_what_its_window_reads_is_not_restored():
+    """B8, B18: it may come from elsewhere; nothing is taken for it."""
+    store = make_store()
+    (got,) = store.allocate_pages_for_sequences_with_prefix([PrefixRequest("row", seq(1, 22), 28, NS)])
+    store.begin_copy(got.private_pages[:6])
+    store.finish_copy(got.private_pages[:6], [payload(i) for i in range(6)], [4, 4, 4, 4, 4, 2])
+    saved = store.checkpoint("row")
+    pages = saved.pages
+    for absent, works in ((2, True), (3, False), (5, False)):
+        parts = tuple((part[0], None) if i == absent else part for i, part in enumerate(pages.payloads))
+        torn = replace(saved, pages=PageExport(pages.geometry, parts, pages.slots))
+        other = make_store()
+        before = other.snapshot_counters()
+        if works:
+            assert other.restore(torn, "back").context_length == 22
+            continue
+        with pytest.raises(TransferError, match=rf"reads page {absent} of layer group 1 \(window 8\)"):
+            other.restore(torn, "back")
+        assert other.snapshot_counters() == before
 
 
 def test_inserted_prefixes_may_lack_parts_and_may_fill_them():
