@@ -24,7 +24,7 @@ class Bundle:
         self.array, self.owner = array, owner
         # Not asked of the array for each part: a load of 256 pages of two groups would begin half a millisecond later.
         self.part_shape, self.dtype = array.shape[1:], array.dtype
-        self.own_ref = weakref.ref(self)  # made now: parts may die when the interpreter ends, without its modules
+        self.own_ref: Any = weakref.ref(self)  # made now: parts may die when the interpreter ends, without its modules
         self.live = 0
         self.parts: list[weakref.ref[HostPart]] = []
 
@@ -120,7 +120,7 @@ class Bundles:
                         self._move_out(part)
                         moved += 1
             except Exception:
-                self.sparse.insert(0, weakref.ref(bundle))
+                self.sparse.insert(0, bundle.own_ref)
                 break
             done += 1
         return moved
