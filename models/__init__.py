@@ -10,7 +10,7 @@ logits = model.unembed(model.params, hidden)
 from models.errors import CheckpointError, UnsupportedAttentionError, UnsupportedModelError
 from models.model import Attend, Model
 from models.params import LoadProgress
-from models.registry import checkpoint_memory, from_config, load, save
+from models.registry import check_folder, checkpoint_memory, from_config, load, save
 from models.tokenizer import Tokenizer
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Tokenizer",
     "UnsupportedAttentionError",
     "UnsupportedModelError",
+    "check_folder",
     "checkpoint_memory",
     "from_config",
     "load",

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +22,19 @@ from safetensors import SafetensorError, safe_open
 
 from models.errors import CheckpointError
 
-__all__ = ["Checkpoint", "CheckpointError", "SafetensorsCheckpoint", "TensorInfo", "config_dtype", "required"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "SafetensorsCheckpoint",
+    "TensorInfo",
+    "check_heads",
+    "config_dtype",
+    "flag",
+    "integer",
+    "number",
+    "required",
+    "section",
+]
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -83,13 +96,18 @@ class SafetensorsCheckpoint:
         self.tensors: dict[str, TensorInfo] = {}
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
+        self._weight_map: Mapping[str, Any] = {}
         for file_name in self._file_names():
             self._open(file_name)
 
     def _file_names(self) -> list[str]:
         index_path = self.path / INDEX_NAME
         if index_path.is_file():
-            files = sorted(set(_read_json(index_path).get("weight_map", {}).values()))
+            self._weight_map = section(read_json(index_path), "weight_map")
+            odd = [name for name, file in self._weight_map.items() if not isinstance(file, str)]
+            if odd:
+                raise CheckpointError(f"{index_path} names no file for {', '.join(odd[:5])}")
+            files = sorted(set(self._weight_map.values()))
         else:
             files = sorted(path.name for path in self.path.glob("*.safetensors"))
             files = ["model.safetensors"] if "model.safetensors" in files else files
@@ -103,6 +121,10 @@ class SafetensorsCheckpoint:
         try:
             handle = safe_open(path, framework="numpy")
             for name in handle.keys():  # noqa: SIM118  (a handle is no mapping)
+                if self._weight_map.get(name, file_name) != file_name:
+                    continue  # a copy beside the one that the index names
+                if name in self.tensors:
+                    raise CheckpointError(f"{name} is in {self._file_of[name]} and in {file_name} of {self.path}")
                 view = handle.get_slice(name)
                 self.tensors[name] = TensorInfo(tuple(view.get_shape()), view.get_dtype())
                 self._file_of[name] = file_name
@@ -118,9 +140,12 @@ class SafetensorsCheckpoint:
     def eos_token_ids(self) -> tuple[int, ...]:
         """From `generation_config.json` if it says so, else from the config."""
         path = self.path / "generation_config.json"
-        generation = _read_json(path) if path.is_file() else {}
+        generation = read_json(path) if path.is_file() else {}
         eos = generation.get("eos_token_id", self.config.get("eos_token_id"))
-        return () if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),)
+        ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+            raise CheckpointError(f"{self.path} has eos_token_id = {eos!r}, which is no token id and no list of them")
+        return tuple(ids)
 
     @property
     def revision(self) -> str:
@@ -134,7 +159,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{folder} has no config.json")
-    return _read_json(path)
+    return read_json(path)
 
 
 def required(config: Mapping[str, Any], *keys: str) -> Any:
@@ -145,10 +170,60 @@ def required(config: Mapping[str, Any], *keys: str) -> Any:
     raise CheckpointError(f"the config has no {' or '.join(repr(key) for key in keys)}")
 
 
+def integer(config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
+    """The first of `keys` that the config has, or `default`: a positive whole number. Raises CheckpointError."""
+    return _checked(config, keys, default, int, "a positive whole number")
+
+
+def number(config: Mapping[str, Any], *keys: str, default: float | None = None) -> float:
+    """The first of `keys` that the config has, or `default`: a positive finite number. Raises CheckpointError."""
+    return float(_checked(config, keys, default, (int, float), "a positive number"))
+
+
+def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
+    """Whether the config says so; null is `default`. Raises CheckpointError for what is neither true nor false."""
+    value = config.get(key)
+    if value not in (None, True, False):
+        raise CheckpointError(f"the config has {key} = {value!r}, which is neither true nor false")
+    return default if value is None else bool(value)
+
+
+def section(config: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
+    """The first of `keys` that the config has: an object; empty without any. Raises CheckpointError."""
+    key = next((key for key in keys if config.get(key) is not None), None)
+    if key is None:
+        return {}
+    if not isinstance(config[key], dict):
+        raise CheckpointError(f"the config has {key} = {config[key]!r}, which is no object")
+    return config[key]
+
+
+def check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
+    """Raises CheckpointError unless every KV head serves as many query heads, and halves of a head can be rotated."""
+    if heads % kv_heads or head_dim % 2:
+        raise CheckpointError(
+            f"the config has {heads} query heads and {kv_heads} KV heads of {head_dim} numbers; query heads must be a multiple "
+            "of KV heads, and the numbers even"
+        )
+
+
+def _checked(config: Mapping[str, Any], keys: Sequence[str], default: Any, kind: Any, expected: str) -> Any:
+    key = next((key for key in keys if config.get(key) is not None), None)
+    if key is None and default is not None:
+        return default
+    value = required(config, *keys)
+    if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < math.inf:
+        raise CheckpointError(f"the config has {key} = {value!r}, which is not {expected}")
+    return value
+
+
 def config_dtype(config: Mapping[str, Any], dtype: Any = None, default: str = "bfloat16") -> Any:
     """The dtype to compute in: the one asked for, or the config's (`dtype`, in older files `torch_dtype`)."""
     name = dtype or config.get("dtype") or config.get("torch_dtype") or default
-    result = jnp.dtype(name)
+    try:
+        result = jnp.dtype(name)
+    except TypeError:
+        result = None
     if result not in (jnp.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype("float16")):
         raise CheckpointError(f"cannot compute in {name}; use float32, bfloat16 or float16")
     return result
@@ -159,7 +234,8 @@ def digest_of(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A file that holds one JSON object. Raises CheckpointError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -167,3 +243,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} is not a JSON object")
     return value
+
+
+def read_text(path: Path) -> str:
+    """A text file. Raises CheckpointError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as UTF-8 text: {error}") from error

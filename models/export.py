@@ -42,6 +42,15 @@ def is_export(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
+def check_folder(folder: Path) -> None:
+    """Raises CheckpointError unless `write` may make, or replace, this folder."""
+    if folder.exists() and not (folder.is_dir() and (is_export(folder) or not any(folder.iterdir()))):
+        raise CheckpointError(f"{folder} holds something else; give a new folder, or one that an export may replace")
+    above = next((path for path in folder.absolute().parents if path.exists()), folder)
+    if not above.is_dir():
+        raise CheckpointError(f"{folder} cannot be a folder: {above} is a file")
+
+
 def write(model: Model, plan: Any, folder: Path) -> None:
     """Writes a model whose params are those of `plan`; an older export at `folder` is replaced in the end.
 
@@ -49,8 +58,7 @@ def write(model: Model, plan: Any, folder: Path) -> None:
         CheckpointError: `folder` holds something else, or the params are not those of the config.
         OSError: a write failed; `folder` is as it was.
     """
-    if folder.exists() and not (folder.is_dir() and (is_export(folder) or not any(folder.iterdir()))):
-        raise CheckpointError(f"{folder} holds something else; give a new folder, or one that an export may replace")
+    check_folder(folder)
     leaves = _named(model.params)
     _compare(folder, _described(leaves), _described(_named(shapes_of(plan, model.config.dtype))))
     folder.absolute().parent.mkdir(parents=True, exist_ok=True)

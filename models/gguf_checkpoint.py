@@ -72,10 +72,14 @@ class GgufCheckpoint:
         heads = value("attention.head_count")
         if value("rope.scaling.type", "none") != "none":
             raise CheckpointError(f"{self.path}: rope scaling {value('rope.scaling.type')!r} of GGUF is not supported")
+        embed = self._by_name.get(
+            "model.embed_tokens.weight"
+        )  # where it is missing, that will be said with all the rest
+        rows = None if embed is None else int(embed.shape[-1])
         return {
             "architectures": [ARCHITECTURES[architecture]],
             "model_type": architecture,
-            "vocab_size": value("vocab_size") or self._by_name["model.embed_tokens.weight"].data.shape[0],
+            "vocab_size": value("vocab_size") or rows,
             "hidden_size": value("embedding_length"),
             "intermediate_size": value("feed_forward_length"),
             "num_hidden_layers": value("block_count"),

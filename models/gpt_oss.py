@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.checkpoint import config_dtype, required
+from models.checkpoint import check_heads, config_dtype, flag, integer, number, section
 from models.errors import CheckpointError
 from models.layers import linear
 from models.model import Attend, Model, Params
@@ -30,6 +30,7 @@ from pallas_kernels import add_rms_norm, qkv_rope
 from pallas_kernels.layout import LayerGroup
 
 ARCHITECTURES = ("GptOssForCausalLM",)
+KINDS_OF_ATTENTION = ("full_attention", "sliding_attention")
 SWIGLU_ALPHA = 1.702
 
 
@@ -84,28 +85,44 @@ class GptOssConfig:
         original = "rope_ntk_alpha" in config
         if original:
             config = _from_original(config)
-        method = (config.get("quantization_config") or {}).get("quant_method")
+        alpha = number(config, "swiglu_alpha", default=SWIGLU_ALPHA)
+        if alpha != SWIGLU_ALPHA:
+            raise CheckpointError(f"a GPT-OSS with swiglu_alpha = {alpha} is not supported")
+        # Its base is not the usual one, so that a default would only be a wrong answer.
+        number({**config, **section(config, "rope_parameters")}, "rope_theta")
+        method = section(config, "quantization_config").get("quant_method")
         if method not in (None, "mxfp4"):
             raise CheckpointError(f"a GPT-OSS quantised by {method!r} is not supported; supported: mxfp4")
-        layers, head_dim = required(config, "num_hidden_layers"), required(config, "head_dim")
-        window = required(config, "sliding_window")
+        layers, head_dim = integer(config, "num_hidden_layers"), integer(config, "head_dim")
+        heads, kv_heads = integer(config, "num_attention_heads"), integer(config, "num_key_value_heads")
+        check_heads(heads, kv_heads, head_dim)
+        window = integer(config, "sliding_window")
         kinds = config.get("layer_types") or ["sliding_attention", "full_attention"] * layers
+        if not isinstance(kinds, list) or len(kinds) < layers or set(map(str, kinds)) - {*KINDS_OF_ATTENTION}:
+            raise CheckpointError(
+                f"the config has layer_types = {kinds!r}, which must give each of {layers} layers one of: "
+                f"{', '.join(KINDS_OF_ATTENTION)}"
+            )
+        experts = integer(config, "num_local_experts", "num_experts")
+        active = integer(config, "num_experts_per_tok", "experts_per_token")
+        if active > experts:
+            raise CheckpointError(f"the config has num_experts_per_tok = {active} of {experts} experts")
         return cls(
-            vocab_size=required(config, "vocab_size"),
-            hidden_size=required(config, "hidden_size"),
-            intermediate_size=required(config, "intermediate_size"),
+            vocab_size=integer(config, "vocab_size"),
+            hidden_size=integer(config, "hidden_size"),
+            intermediate_size=integer(config, "intermediate_size"),
             num_layers=layers,
-            num_heads=required(config, "num_attention_heads"),
-            num_kv_heads=required(config, "num_key_value_heads"),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
             head_dim=head_dim,
-            num_experts=required(config, "num_local_experts", "num_experts"),
-            experts_per_token=required(config, "num_experts_per_tok", "experts_per_token"),
+            num_experts=experts,
+            experts_per_token=active,
             rope=RopeConfig.from_hf(config, head_dim),
             windows=tuple(window if kind == "sliding_attention" else None for kind in kinds[:layers]),
-            swiglu_limit=float(config.get("swiglu_limit", 7.0)),
-            rms_norm_eps=config.get("rms_norm_eps", 1e-5),
-            max_context=required(config, "max_position_embeddings"),
-            tied=bool(config.get("tie_word_embeddings", False)),
+            swiglu_limit=number(config, "swiglu_limit", default=7.0),
+            rms_norm_eps=number(config, "rms_norm_eps", default=1e-5),
+            max_context=integer(config, "max_position_embeddings"),
+            tied=flag(config, "tie_word_embeddings", default=False),
             dtype=config_dtype(config, dtype),
             layout="original" if original else method or "bf16",
         )
@@ -113,16 +130,16 @@ class GptOssConfig:
 
 def _from_original(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """OpenAI's keys as transformers' keys."""
+    factor, context = number(config, "rope_scaling_factor"), integer(config, "initial_context_length")
     scaling = {
         "rope_type": "yarn",
-        "factor": config["rope_scaling_factor"],
-        "beta_slow": config["rope_ntk_alpha"],
-        "beta_fast": config["rope_ntk_beta"],
-        "original_max_position_embeddings": config["initial_context_length"],
+        "factor": factor,
+        "beta_slow": number(config, "rope_ntk_alpha"),
+        "beta_fast": number(config, "rope_ntk_beta"),
+        "original_max_position_embeddings": context,
         "truncate": False,
     }
-    longest = int(config["initial_context_length"] * config["rope_scaling_factor"])
-    return {**config, "rope_scaling": scaling, "max_position_embeddings": longest}
+    return {**config, "rope_scaling": scaling, "max_position_embeddings": int(context * factor)}
 
 
 def plan(c: GptOssConfig) -> Params:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models.checkpoint import config_dtype, required
+from models.checkpoint import check_heads, config_dtype, flag, integer, number
 from models.errors import CheckpointError
 from models.layers import linear, swiglu
 from models.model import Attend, Model, Params
@@ -63,20 +63,22 @@ class LlamaConfig:
         for key, only in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu")):
             if config.get(key, only) != only:
                 raise CheckpointError(f"a Llama with {key} = {config[key]!r} is not supported")
-        heads = required(config, "num_attention_heads")
-        head_dim = config.get("head_dim") or required(config, "hidden_size") // heads  # missing in older files
+        heads, hidden = integer(config, "num_attention_heads"), integer(config, "hidden_size")
+        kv_heads = integer(config, "num_key_value_heads", default=heads)
+        head_dim = integer(config, "head_dim", default=hidden // heads)  # missing in older files
+        check_heads(heads, kv_heads, head_dim)
         return cls(
-            vocab_size=required(config, "vocab_size"),
-            hidden_size=required(config, "hidden_size"),
-            intermediate_size=required(config, "intermediate_size"),
-            num_layers=required(config, "num_hidden_layers"),
+            vocab_size=integer(config, "vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=integer(config, "intermediate_size"),
+            num_layers=integer(config, "num_hidden_layers"),
             num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
+            num_kv_heads=kv_heads,
             head_dim=head_dim,
             rope=RopeConfig.from_hf(config, head_dim),
-            rms_norm_eps=required(config, "rms_norm_eps"),
-            max_context=config.get("max_position_embeddings", 2048),
-            tied=bool(config.get("tie_word_embeddings", False)),
+            rms_norm_eps=number(config, "rms_norm_eps"),
+            max_context=integer(config, "max_position_embeddings", default=2048),
+            tied=flag(config, "tie_word_embeddings", default=False),
             dtype=config_dtype(config, dtype),
         )
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models.checkpoint import config_dtype, required
+from models.checkpoint import check_heads, config_dtype, flag, integer, number
 from models.errors import CheckpointError
 from models.layers import linear, swiglu
 from models.model import Attend, Model, Params
@@ -68,29 +68,36 @@ class Qwen3Config:
         for key, only in (("attention_bias", False), ("hidden_act", "silu"), ("use_sliding_window", False)):
             if config.get(key, only) != only:
                 raise CheckpointError(f"a Qwen3 with {key} = {config[key]!r} is not supported")
-        layers = required(config, "num_hidden_layers")
-        experts = config.get("num_experts") or config.get("num_local_experts") or 0
-        dense = set(config.get("mlp_only_layers") or ())
-        step = config.get("decoder_sparse_step", 1)
+        layers = integer(config, "num_hidden_layers")
+        experts = integer(config, "num_experts", "num_local_experts", default=0)
+        dense = config.get("mlp_only_layers") or ()
+        if not isinstance(dense, (list, tuple)):
+            raise CheckpointError(f"the config has mlp_only_layers = {dense!r}, which is no list")
+        step = integer(config, "decoder_sparse_step", default=1)
         sparse = tuple(i for i in range(layers) if experts and i not in dense and (i + 1) % step == 0)
-        head_dim = required(config, "head_dim")
+        heads, kv_heads = integer(config, "num_attention_heads"), integer(config, "num_key_value_heads")
+        head_dim = integer(config, "head_dim")
+        check_heads(heads, kv_heads, head_dim)
+        active = integer(config, "num_experts_per_tok") if sparse else 0
+        if active > experts:
+            raise CheckpointError(f"the config has num_experts_per_tok = {active} of {experts} experts")
         return cls(
-            vocab_size=required(config, "vocab_size"),
-            hidden_size=required(config, "hidden_size"),
-            intermediate_size=required(config, "intermediate_size"),
+            vocab_size=integer(config, "vocab_size"),
+            hidden_size=integer(config, "hidden_size"),
+            intermediate_size=integer(config, "intermediate_size"),
             num_layers=layers,
-            num_heads=required(config, "num_attention_heads"),
-            num_kv_heads=required(config, "num_key_value_heads"),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
             head_dim=head_dim,
             rope=RopeConfig.from_hf(config, head_dim),
-            rms_norm_eps=required(config, "rms_norm_eps"),
-            max_context=required(config, "max_position_embeddings"),
-            tied=bool(config.get("tie_word_embeddings", False)),
+            rms_norm_eps=number(config, "rms_norm_eps"),
+            max_context=integer(config, "max_position_embeddings"),
+            tied=flag(config, "tie_word_embeddings", default=False),
             dtype=config_dtype(config, dtype),
             num_experts=experts,
-            experts_per_token=required(config, "num_experts_per_tok") if sparse else 0,
-            expert_size=required(config, "moe_intermediate_size") if sparse else 0,
-            normalise_topk=bool(config.get("norm_topk_prob", False)),
+            experts_per_token=active,
+            expert_size=integer(config, "moe_intermediate_size") if sparse else 0,
+            normalise_topk=flag(config, "norm_topk_prob", default=False),
             sparse_layers=sparse,
         )
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from models import export, gpt_oss, llama, qwen3
-from models.checkpoint import Checkpoint, SafetensorsCheckpoint, digest_of, read_config
+from models.checkpoint import (
+    Checkpoint,
+    SafetensorsCheckpoint,
+    config_dtype,
+    digest_of,
+    read_config,
+    read_json,
+    read_text,
+)
 from models.errors import CheckpointError, UnsupportedAttentionError, UnsupportedModelError
 from models.gguf_checkpoint import GgufCheckpoint
 from models.model import Model
@@ -117,6 +123,11 @@ def save(model: Model, folder: str | Path) -> None:
     export.write(model, family.plan(model.config), Path(folder).expanduser())
 
 
+def check_folder(folder: str | Path) -> None:
+    """Raises CheckpointError unless `save` may write to this folder; before a model is loaded for it."""
+    export.check_folder(Path(folder).expanduser())
+
+
 def checkpoint_memory(path_or_name: str | Path, dtype: Any = None, *, dequantise: bool = False) -> int:
     """Bytes of device memory that the parameters will take; reads headers only. Arguments as in `load`."""
     path = resolve(path_or_name)
@@ -173,7 +184,8 @@ def resolve(path_or_name: str | Path) -> Path:
 
 def family_of(config: Mapping[str, Any]) -> Family:
     """The family of a config. Raises UnsupportedAttentionError or UnsupportedModelError, by name."""
-    names = config.get("architectures") or [config.get("model_type", "unnamed")]
+    names = config.get("architectures") or config.get("model_type") or "unnamed"
+    names = [str(name) for name in names] if isinstance(names, list) else [str(names)]
     supported = ", ".join(FAMILIES)
     latent = [key for key in _LATENT_KEYS if config.get(key) is not None]
     if latent:
@@ -195,10 +207,8 @@ def _open_export(path: Path, dtype: Any, dequantise: bool) -> tuple[Mapping[str,
     if family is None:
         raise CheckpointError(f"{path} holds a {manifest['family']!r}; supported: {', '.join(_EXPORTED)}")
     config = export.decode_config(family.config, manifest["config"])
-    if dtype is not None and jnp.dtype(dtype) != config.dtype:
-        raise CheckpointError(
-            f"{path} was exported in {config.dtype}; for {jnp.dtype(dtype)} export the checkpoint again"
-        )
+    if dtype is not None and (wanted := config_dtype({}, dtype)) != config.dtype:
+        raise CheckpointError(f"{path} was exported in {config.dtype}; for {wanted} export the checkpoint again")
     if dequantise and getattr(config, "packed", False):
         raise CheckpointError(f"{path} was exported with MXFP4 weights; to expand them export the checkpoint again")
     return manifest, family, config
@@ -256,7 +266,18 @@ def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
     template = checkpoint.path / "chat_template.jinja"
     settings = checkpoint.path / "tokenizer_config.json"
     if template.is_file():
-        tokenizer.chat_template = template.read_text(encoding="utf-8")
+        tokenizer.chat_template = read_text(template)
     elif settings.is_file():
-        tokenizer.chat_template = json.loads(settings.read_text(encoding="utf-8")).get("chat_template")
+        tokenizer.chat_template = _default_template(settings)
     return tokenizer
+
+
+def _default_template(settings: Path) -> str | None:
+    """The template of a `tokenizer_config.json`; of several with names the one called "default"."""
+    template = read_json(settings).get("chat_template")
+    if isinstance(template, list):
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[0].get("template") if named else None
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(f"{settings} has a chat_template that is neither a text nor a list of named ones")
+    return template

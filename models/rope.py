@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models.checkpoint import flag, integer, number, section
 from models.errors import CheckpointError
 
 KINDS = ("default", "linear", "llama3", "yarn")
@@ -51,28 +52,37 @@ class RopeConfig:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], head_dim: int) -> RopeConfig:
         """Reads either dialect: `rope_theta` + `rope_scaling`, or one dict `rope_parameters`."""
-        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
-        kind = rope.get("rope_type", rope.get("type", "default"))
+        rope = section(config, "rope_parameters", "rope_scaling")
+        kind = rope.get("rope_type", rope.get("type"))
+        if kind is None and not rope.keys() <= {"rope_theta", "partial_rotary_factor"}:
+            raise CheckpointError(f"this rotary embedding names no rope_type: {dict(rope)}")
+        kind = "default" if kind is None else kind
         if kind not in KINDS:
             raise CheckpointError(f"rope type {kind!r} is not supported; supported: {', '.join(KINDS)}")
-        if config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0 or "mscale" in rope:
-            raise CheckpointError(f"this rotary embedding is not supported: {rope or dict(config)}")
-        original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
-        original = original or config.get("initial_context_length") or config.get("max_position_embeddings", 0)
+        both = {**config, **{key: value for key, value in rope.items() if value is not None}}
+        if both.get("partial_rotary_factor") not in (None, 1.0) or "mscale" in rope:
+            raise CheckpointError(f"this rotary embedding is not supported: {dict(rope) or dict(config)}")
+        scales, llama3 = kind != "default", kind == "llama3"
+        contexts = ["original_max_position_embeddings"]
+        if not llama3:  # which has no meaning without it
+            contexts += ["initial_context_length", "max_position_embeddings"]
+        low = number(rope, "low_freq_factor", default=None if llama3 else 1.0)
+        high = number(rope, "high_freq_factor", default=None if llama3 else 4.0)
+        if llama3 and low >= high:
+            raise CheckpointError(f"low_freq_factor = {low} is not below high_freq_factor = {high}")
         attention_factor = rope.get("attention_factor")
         return cls(
             head_dim=head_dim,
-            theta=float(theta),
+            theta=number(both, "rope_theta", default=10000.0),
             kind=kind,
-            factor=float(rope.get("factor", 1.0)),
-            original_context=int(original),
-            low_freq_factor=float(rope.get("low_freq_factor", 1.0)),
-            high_freq_factor=float(rope.get("high_freq_factor", 4.0)),
-            beta_fast=float(rope.get("beta_fast") or 32.0),
-            beta_slow=float(rope.get("beta_slow") or 1.0),
-            truncate=bool(rope.get("truncate", True)),
-            attention_factor=None if attention_factor is None else float(attention_factor),
+            factor=number(rope, "factor") if scales else 1.0,
+            original_context=integer(both, *contexts, default=None if kind in ("llama3", "yarn") else 0),
+            low_freq_factor=low,
+            high_freq_factor=high,
+            beta_fast=number(rope, "beta_fast", default=32.0),
+            beta_slow=number(rope, "beta_slow", default=1.0),
+            truncate=flag(rope, "truncate", default=True),
+            attention_factor=None if attention_factor is None else number(rope, "attention_factor"),
         )
 
     @property

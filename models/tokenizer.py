@@ -107,9 +107,10 @@ def tokenizer_from_gguf(checkpoint: GgufCheckpoint) -> Tokenizer:
     if kind != "gpt2" or split not in _PRE_TOKENIZERS:
         known = ", ".join(_PRE_TOKENIZERS)
         raise CheckpointError(f"{checkpoint.path} has a {kind!r} tokenizer, split {split!r}; supported: gpt2, {known}")
-    tokens: list[str] = checkpoint.field("tokenizer.ggml.tokens")
-    types: list[int] = checkpoint.field("tokenizer.ggml.token_type")
-    merges = [tuple(merge.split(" ", 1)) for merge in checkpoint.field("tokenizer.ggml.merges")]
+    tokens, types, pairs = (checkpoint.field(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type", "merges"))
+    if tokens is None or types is None or pairs is None or len(tokens) != len(types):
+        raise CheckpointError(f"{checkpoint.path} has a tokenizer without its tokens, their types or its merges")
+    merges = [tuple(merge.split(" ", 1)) for merge in pairs]
     vocab = {token: number for number, token in enumerate(tokens)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=False))
     backend.pre_tokenizer = _PRE_TOKENIZERS[split]()

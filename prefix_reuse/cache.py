@@ -32,6 +32,7 @@ class PrefixCache:
       intake: turns prompts into tokens and salts into namespaces.
       adopt: moves a page of numpy arrays to where the engine keeps host pages.
       land: waits for copies on their way to the host, so that what is asked for is there.
+      tidy: frees memory that only few pages hold any more.
       identity: what a snapshot must agree with, now.
       counters: of snapshots.
       snapshot_dir: where `save_snapshot` and `load_snapshot` go by default.
@@ -44,13 +45,14 @@ class PrefixCache:
         *,
         adopt: Callable[[Any], Any],
         land: Callable[[], None],
+        tidy: Callable[[], None] = lambda: None,
         identity: Callable[[], Identity],
         counters: SnapshotCounters,
         snapshot_dir: Any = None,
     ) -> None:
         self.store = store
         self.snapshot_dir = snapshot_dir
-        self._intake, self._adopt, self._land = intake, adopt, land
+        self._intake, self._adopt, self._land, self._tidy = intake, adopt, land, tidy
         self._identity, self._counters = identity, counters
         self._pinned: list[tuple[bytes, np.ndarray]] = []
 
@@ -207,7 +209,9 @@ class PrefixCache:
           every: also keep what hits need that end at each `every`-th page.
         """
         self._land()
-        return self.store.trim_windows(every)
+        trimmed = self.store.trim_windows(every)
+        self._tidy()
+        return trimmed
 
     # ---- snapshots
 

@@ -21,6 +21,11 @@ def save_model(model: Any, folder: Any) -> None:
     _models().save(model, folder)
 
 
+def check_target(folder: Any) -> None:
+    """Raises what `save_model` would raise for its folder, before there is a model."""
+    _models().check_folder(folder)
+
+
 def _models() -> Any:
     try:
         import models

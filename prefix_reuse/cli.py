@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -15,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from prefix_reuse.demo import QUESTIONS, DemoReport, run_demo
-from prefix_reuse.errors import ConfigError, PrefixReuseError
+from prefix_reuse.errors import ConfigError, InvalidRequestError, PrefixReuseError
 from prefix_reuse.simulate import POLICIES, parse_tokens, plot_hit_rates
 from prefix_reuse.simulate import simulate as run_simulation
 from prefix_reuse.traces import count_prompts
@@ -46,6 +47,7 @@ def demo(
     # The report goes to stdout, progress to stderr.
     console, progress = Console(), Console(stderr=True)
     try:
+        check_outputs(json_file)
         loaded = load_model(model, progress=True, dequantise=dequantise)
     except (ValueError, OSError) as error:  # `models.CheckpointError` is a ValueError
         fail(error)
@@ -59,7 +61,7 @@ def demo(
     )
     print_report(report, console)
     if json_file is not None:
-        json_file.write_text(json.dumps(report.to_json(), indent=2) + "\n")
+        write_json(json_file, report.to_json())
         console.print(f"numbers written to {json_file}")
     raise typer.Exit(report.exit_code)
 
@@ -80,7 +82,10 @@ def simulate(
     try:
         capacities = [parse_tokens(part) for part in capacity_tokens.split(",")]
         check_outputs(json_file, plot)
+        check_plot(plot)
         total = count_prompts(trace)
+        if not total:
+            raise InvalidRequestError(f"the trace {trace} holds no requests")
         rows = []
         for capacity in capacities:
             bar = partial(track_prompts, title=f"{capacity:,} tokens", total=total)
@@ -89,24 +94,57 @@ def simulate(
         fail(error)
     print_rows(rows, f"{trace.name}, {policy}, page {page_size}", Console())
     if json_file is not None:
-        json_file.write_text(json.dumps(rows, indent=2) + "\n")
+        write_json(json_file, rows)
     if plot is not None:
-        plot_hit_rates(rows, f"{trace.name}, {policy}, page {page_size}").savefig(plot, dpi=150)
+        figure = plot_hit_rates(rows, f"{trace.name}, {policy}, page {page_size}")
+        write_output(plot, lambda path: figure.savefig(path, dpi=150))
 
 
-def check_outputs(json_file: Path | None, plot: Path | None) -> None:
+def check_outputs(*files: Path | None) -> None:
     """Raise `ConfigError` before the work begins if its results could not be written."""
-    for file in (json_file, plot):
+    for file in files:
         if file is not None and not file.absolute().parent.is_dir():
             raise ConfigError(f"the folder of {file} does not exist")
         if file is not None and file.is_dir():
             raise ConfigError(f"{file} is a folder, not a file")
+        if file is not None and not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+            raise ConfigError(f"{file} cannot be written: no permission")
+
+
+def check_plot(plot: Path | None) -> None:
+    """Raise `ConfigError` if a figure of this name could not be drawn."""
     if plot is None:
         return
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib; install it with `pip install 'prefix-reuse[plot]'`")
     if plot.suffix.lower() not in PLOT_FORMATS:
         raise ConfigError(f"--plot {plot} must end in one of {', '.join(PLOT_FORMATS)}")
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Writes a JSON file, whole or not at all. Raises `ConfigError`."""
+    text = json.dumps(value, indent=2) + "\n"
+    write_output(file, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def write_output(file: Path, write: Callable[[Path], Any]) -> None:
+    """Lets `write` make a file beside `file`, which then takes its place: what is there stays if that fails.
+
+    What is no regular file, such as a pipe, is written directly. Raises `ConfigError`.
+    """
+    try:
+        if file.exists() and not file.is_file():
+            write(file)
+            return
+        file = file.resolve()  # of a link its target is replaced
+        partial = file.with_name(f"{file.stem}.partial-{os.getpid()}{file.suffix}")
+        try:
+            write(partial)
+            partial.replace(file)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror or error}") from error
 
 
 def track_prompts(prompts: Iterable[Any], title: str, total: int) -> Iterable[Any]:
@@ -206,15 +244,14 @@ def verify(
     from prefix_reuse.checkpoints import load_model
 
     try:
-        if json_file is not None and not json_file.parent.is_dir():  # said now, not after all the runs
-            raise ConfigError(f"--json: there is no folder {json_file.parent}")
+        check_outputs(json_file)  # said now, not after all the runs
         loaded = load_model(model, progress=True, dequantise=dequantise)
         report = run_verify(loaded, deterministic=deterministic, page_size=page_size, progress=True)
     except (ValueError, OSError) as error:
         fail(error)
     print_verification(report, Console())
     if json_file is not None:
-        json_file.write_text(json.dumps(report.to_json(), indent=2) + "\n")
+        write_json(json_file, report.to_json())
     errors = Console(stderr=True, soft_wrap=True)
     for violation in report.violations:
         errors.print(f"violation: {violation}", markup=False, highlight=False, style="red")
@@ -232,9 +269,10 @@ def convert(
     dequantise: Dequantise = False,
 ) -> None:
     """Write a checkpoint as it lies in device memory, to be loaded by its folder afterwards."""
-    from prefix_reuse.checkpoints import load_model, save_model
+    from prefix_reuse.checkpoints import check_target, load_model, save_model
 
     try:
+        check_target(folder)
         save_model(load_model(checkpoint, dtype=dtype, progress=True, dequantise=dequantise), folder)
     except (ValueError, OSError) as error:
         fail(error)

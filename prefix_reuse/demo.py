@@ -180,7 +180,12 @@ def run_demo(
       page_size: token slots per page.
       progress: for the compilation, see `display.Progress`.
       say: gets a line before each part.
+
+    Raises:
+      ConfigError: a model without a tokenizer or with too short a context, or a page size that is no power of two.
     """
+    if model.tokenizer is None:
+        raise ConfigError(f"the demo asks questions in words, and {model.name} has no tokenizer")
     prompts = build_prompts(model.tokenizer, document() if text is None else text, questions)
     config = demo_config(model, prompts, max_tokens, page_size)
     params = SamplingParams(max_tokens=max_tokens)

@@ -96,6 +96,7 @@ class EngineState:
             self.intake,
             adopt=self.programs.transfer.adopt,
             land=self.offloader.land,
+            tidy=lambda: self.programs.transfer.tidy(None),
             identity=lambda: Identity(self.intake.base_namespace(), geometry, platform),
             counters=self.counters.snapshot,
             snapshot_dir=config.snapshot_dir,

@@ -224,11 +224,14 @@ class HostArchive(HostRows, HostCopies, HostWindows):
             self._step("insert")
         # From here on nothing can fail. The index comes last: an undone commit would not merge the runs that it split.
         self._forget(freed)
-        inserted = 0
+        inserted = written = 0
         for prefix, known, new in zip(prefixes, matches, slots, strict=True):
             ids = np.concatenate([known, pages[new]])
-            self._fill(pages[new], prefix.payloads[len(known) :], [self.page_size] * len(new))
-            for page, payload in zip(known.tolist() if self.num_partial else (), prefix.payloads, strict=False):
+            # A page that an earlier prefix has filled is an entry by now: it may only get what it lacks.
+            there = len(known) + sum(number < written for number in new)
+            self._fill(ids[there:], prefix.payloads[there:], [self.page_size] * (len(ids) - there))
+            written += len(ids) - there
+            for page, payload in zip(ids[:there].tolist() if self.num_partial else (), prefix.payloads, strict=False):
                 self._fill_from(page, _frozen(payload))
             result = self.index.commit(prefix.tokens, ids, prefix.namespace)
             self._unpin(result.evicted)

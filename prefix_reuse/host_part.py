@@ -24,7 +24,7 @@ class Bundle:
         self.array, self.owner = array, owner
         # Not asked of the array for each part: a load of 256 pages of two groups would begin half a millisecond later.
         self.part_shape, self.dtype = array.shape[1:], array.dtype
-        self.own_ref = weakref.ref(self)  # made now: parts may die when the interpreter ends, without its modules
+        self.own_ref: Any = weakref.ref(self)  # made now: parts may die when the interpreter ends, without its modules
         self.live = 0
         self.parts: list[weakref.ref[HostPart]] = []
 
@@ -98,19 +98,36 @@ class Bundles:
         """A part with memory of its own. The caller must not write to `array` any more: it may be aliased."""
         return self.of(jax.device_put(array[None], self.host))[0]
 
-    def dissolve(self) -> int:
-        """Gives what is left of a sparse bundle arrays of its own, so that its memory is freed. Returns the number of parts."""
-        moved = 0
-        while self.sparse and not moved:
+    def dissolve(self, most: int | None = 1) -> int:
+        """Gives what is left of sparse bundles arrays of its own, so that their memory is freed.
+
+        It is an economy, which nobody's work must fail for: where there is no memory for the copies, it is left for later.
+
+        Args:
+          most: bundles at most that are dissolved; None = all.
+
+        Returns:
+          Parts that were moved.
+        """
+        moved = done = 0
+        while self.sparse and (most is None or done < most):
             bundle = self.sparse.pop()()
             if bundle is None:
                 continue
-            for part in [ref() for ref in bundle.parts]:
-                if part is not None and part.bundle is bundle:
-                    other = self.alone(np.array(part))
-                    # `other` was only the way to a bundle of one; the part takes its place there.
-                    other.bundle.live, other.bundle.parts = other.bundle.live + 1, [weakref.ref(part)]
-                    part.bundle, part.index = other.bundle, 0
-                    bundle.live -= 1
-                    moved += 1
+            try:
+                for part in [ref() for ref in bundle.parts]:
+                    if part is not None and part.bundle is bundle:
+                        self._move_out(part)
+                        moved += 1
+            except Exception:
+                self.sparse.insert(0, bundle.own_ref)
+                break
+            done += 1
         return moved
+
+    def _move_out(self, part: HostPart) -> None:
+        other = self.alone(np.array(part))
+        # `other` was only the way to a bundle of one; the part takes its place there.
+        other.bundle.live, other.bundle.parts = other.bundle.live + 1, [weakref.ref(part)]
+        part.bundle.live -= 1
+        part.bundle, part.index = other.bundle, 0

@@ -54,7 +54,9 @@ class Intake:
         if isinstance(prompt, str):
             if not prompt:
                 raise InvalidRequestError("the prompt is empty")
-            return np.asarray(self.tokenizer().encode(prompt), np.int32)
+            prompt = self.tokenizer().encode(prompt)  # which may know tokens that the model does not
+            if not len(prompt):
+                raise InvalidRequestError("the prompt has no tokens")
         try:
             array = np.asarray(prompt)
         except ValueError as error:

@@ -78,8 +78,11 @@ def find_stop(tokenizer: Tokenizer, generated: Sequence[int], num_old: int, stop
 
     Only text that the tokens from `num_old` on could have completed is looked at.
     """
-    longest = max(len(s.encode()) for s in stops)
-    start = max(0, num_old - longest)  # a token is at least one byte of text
+    # A token is at least one byte of text, or none at all: special tokens are not decoded.
+    start, before = num_old, max(len(s.encode()) for s in stops)
+    while start and before:
+        start -= 1
+        before -= bool(tokenizer.decode(generated[start : start + 1]))
     for end in range(num_old + 1, len(generated) + 1):
         text = tokenizer.decode(generated[start:end])
         if any(stop in text for stop in stops):

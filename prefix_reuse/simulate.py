@@ -27,6 +27,9 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "priority-ttl": lambda: PriorityTTL(ttl=60.0),
 }
 NAMESPACE = b"simulation"
+FIRST_PAGES = 1 << 16
+LARGEST_POOL = 2**31 - 1
+"""Pages, whose ids are int32."""
 
 
 class SimulatedPool:
@@ -45,8 +48,9 @@ class SimulatedPool:
         self.index = PrefixIndex(page_size, policy=policy, digest=digest)
         self.num_pages = num_pages
         self.page_size = page_size
-        self._stack = np.arange(num_pages, dtype=np.int32)
-        self._num_free = num_pages
+        # Pages are named as they are needed first: a pool may be far larger than what a trace fills.
+        self._named = self._num_free = min(num_pages, FIRST_PAGES)
+        self._stack = np.arange(self._named, dtype=np.int32)
 
     def request(self, prompt: np.ndarray) -> int:
         """Serve one prompt: hold its hit, take pages for the rest (evicting if it must), index them, let go.
@@ -63,6 +67,8 @@ class SimulatedPool:
         return hit
 
     def _take(self, n: int) -> np.ndarray:
+        if n > self._num_free and self._named < self.num_pages:
+            self._name_more(n)
         free = self._num_free
         if n > free:
             evicted = self.index.evict(n - free)
@@ -72,6 +78,14 @@ class SimulatedPool:
             free += len(evicted)
         self._num_free = free - n
         return self._stack[free - n : free]
+
+    def _name_more(self, n: int) -> None:
+        free, before = self._num_free, self._named
+        self._named = min(self.num_pages, 2 * before + n)
+        stack = np.empty(self._named, np.int32)
+        self._num_free = free + self._named - before
+        stack[:free], stack[free : self._num_free] = self._stack[:free], np.arange(before, self._named)
+        self._stack = stack
 
 
 def replay(prompts: Iterable[np.ndarray], request: Callable[[np.ndarray], int], page_size: int) -> dict[str, Any]:
@@ -131,6 +145,10 @@ def simulate(
         policy = POLICIES[policy]()
     if page_size < 1 or capacity_tokens < page_size:
         raise InvalidRequestError(f"a capacity of {capacity_tokens} tokens is below one page of {page_size}")
+    if capacity_tokens // page_size > LARGEST_POOL:
+        raise InvalidRequestError(
+            f"a capacity of {capacity_tokens:,} tokens has more than {LARGEST_POOL:,} pages of {page_size}"
+        )
     pool = SimulatedPool(capacity_tokens // page_size, page_size, policy)
     prompts: Iterable[np.ndarray] = open_trace(trace_path, block)
     result = replay(progress(prompts) if progress else prompts, pool.request, page_size)

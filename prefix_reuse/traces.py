@@ -14,6 +14,9 @@ import numpy as np
 from prefix_reuse.errors import InvalidRequestError
 from prefix_reuse.hashing import as_tokens
 
+LARGEST_BLOCK = 1 << 24
+"""Tokens per hash id at most; each gets that many ids of its own out of int32."""
+
 
 def open_trace(path: str | Path, block: int = 512) -> Iterator[np.ndarray]:
     """Prompts (int32 token ids) of a trace file: a token stream if its name ends in `.npz`, else Mooncake's format.
@@ -25,7 +28,7 @@ def open_trace(path: str | Path, block: int = 512) -> Iterator[np.ndarray]:
     Raises:
         InvalidRequestError: a file that cannot be read or is neither; names the line, the field and the value.
     """
-    if block < 1:
+    if not 1 <= block <= LARGEST_BLOCK:
         raise InvalidRequestError(f"a block of {block} tokens cannot be; Mooncake's traces have blocks of 512")
     return token_prompts(path) if Path(path).suffix == ".npz" else mooncake_prompts(path, block)
 

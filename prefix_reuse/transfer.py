@@ -200,9 +200,9 @@ class PageTransfer:
         """A page of numpy arrays (None = absent) as a host page. They may be aliased: nobody may write to them any more."""
         return tuple(None if part is None else self.bundles.alone(part) for part in payload)
 
-    def tidy(self) -> None:
-        """Frees the memory of a bundle of which few pages are left, if there is one; copies those pages."""
-        self.bundles.dissolve()
+    def tidy(self, most: int | None = 1) -> None:
+        """Frees the memory of up to `most` bundles of which few pages are left (None = all); copies those pages."""
+        self.bundles.dissolve(most)
 
     def warmups(
         self, pool: jax.Array, staging: Staging | None = None

@@ -62,6 +62,34 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         models.load(folder)
 
 
+def test_the_index_says_which_of_two_copies_of_a_tensor_counts(tmp_path: Path) -> None:
+    """A shard may hold a stale copy of what the index has elsewhere; without an index two copies are refused."""
+    folder = shard(copy_checkpoint("llama", tmp_path), 3)
+    stale = load_file(folder / "model-00003-of-00003.safetensors")
+    stale |= {n: np.zeros_like(t) for n, t in load_file(folder / "model-00001-of-00003.safetensors").items()}
+    save_file(stale, folder / "model-00003-of-00003.safetensors")
+    assert equal(models.load(folder), models.load(TINY / "llama"))
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(models.CheckpointError, match=r"is in model-00001-of-00003.* and in model-00003"):
+        models.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({"weight_map": []}, r"weight_map = \[\], which is no object"),
+        ({"weight_map": {"model.norm.weight": 3}}, "names no file for model.norm.weight"),
+        ({"weight_map": {}}, r"has no \*\.safetensors"),
+        ({"weight_map": {"model.norm.weight": "model-9.safetensors"}}, "has no model-9.safetensors"),
+    ],
+)
+def test_an_index_that_makes_no_sense_is_refused(index: dict[str, object], message: str, tmp_path: Path) -> None:
+    folder = shard(copy_checkpoint("llama", tmp_path), 2)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(models.CheckpointError, match=message):
+        models.load(folder)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_float_dtype_loads_and_computes(dtype: str, tmp_path: Path) -> None:
     def cast(tensors: Tensors) -> None:
@@ -227,11 +255,73 @@ def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"hidden_size": None}, "no 'hidden_size'"),
         ({"dtype": "int8"}, "cannot compute in int8"),
+        ({"dtype": "floaty"}, "cannot compute in floaty"),
+        ({"architectures": 7}, "7 is not supported"),
+        ({"architectures": "MambaForCausalLM"}, "MambaForCausalLM is not supported"),
+        ({"num_attention_heads": "8"}, "num_attention_heads = '8', which is not a positive whole number"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0, which is not a positive whole number"),
+        ({"max_position_embeddings": 2048.5}, r"max_position_embeddings = 2048\.5"),
+        ({"rms_norm_eps": -1e-5}, "rms_norm_eps = -1e-05, which is not a positive number"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false', which is neither true nor false"),
+        ({"num_key_value_heads": 3}, "8 query heads and 3 KV heads"),
+        ({"eos_token_id": "</s>"}, "eos_token_id = '</s>'"),
+        ({"rope_parameters": "llama3"}, "rope_parameters = 'llama3', which is no object"),
+        ({"rope_parameters": {"rope_theta": 1e4, "factor": 8.0}}, "names no rope_type"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "names no rope_type"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "no 'factor'"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}}, "no 'low_freq_factor'"),
     ],
 )
 def test_configs_that_are_not_supported_say_why(changes: dict[str, object], message: str, tmp_path: Path) -> None:
+    folder = copy_checkpoint("llama", tmp_path, **changes)
+    (folder / "generation_config.json").unlink()
     with pytest.raises(models.CheckpointError, match=message):
-        models.load(copy_checkpoint("llama", tmp_path, **changes))
+        models.load(folder)
+
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def test_a_scaled_rotation_without_its_context_is_no_rotation_of_the_whole_context(tmp_path: Path) -> None:
+    with pytest.raises(models.CheckpointError, match="no 'original_max_position_embeddings'"):
+        models.load(copy_checkpoint("llama", tmp_path, rope_parameters=LLAMA3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["sliding_attention"] * 3}, "layer_types = .* each of 4 layers"),
+        ({"layer_types": ["sliding_attention", "chunked_attention"] * 2}, "layer_types = .*chunked_attention"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok = 9 of 8 experts"),
+        ({"swiglu_alpha": 1.0}, r"swiglu_alpha = 1\.0 is not supported"),
+        ({"sliding_window": 0}, "sliding_window = 0"),
+        ({"quantization_config": "mxfp4"}, "quantization_config = 'mxfp4', which is no object"),
+        ({"rope_parameters": None}, "no 'rope_theta'"),
+    ],
+)
+def test_a_gpt_oss_config_is_not_read_as_another_model(
+    changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(models.CheckpointError, match=message):
+        models.load(copy_checkpoint("gpt_oss_fp32", tmp_path, **changes))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gpt_oss_mxfp4", "gpt_oss_original"])
+def test_any_value_of_a_wrong_type_in_a_config_is_refused_or_ignored(name: str) -> None:
+    """Nothing but the package's own error, whatever stands in `config.json`."""
+    config = json.loads((TINY / name / "config.json").read_text())
+    rope = next((key for key in ("rope_parameters", "rope_scaling") if isinstance(config.get(key), dict)), None)
+    refused = 0
+    for value in ("x", [1], {"a": 1}, -1, 0, True, None):
+        variants = [{**config, key: value} for key in config]
+        variants += [{**config, rope: {**config[rope], key: value}} for key in config[rope]] if rope else []
+        for variant in variants:
+            try:
+                family = family_of(variant)
+                family.plan(family.config.from_hf(variant))
+            except models.CheckpointError:
+                refused += 1
+    assert refused > 50
 
 
 def test_what_does_not_exist_is_an_error_that_knows_the_names(tmp_path: Path) -> None:
@@ -256,6 +346,52 @@ def test_a_tokenizer_in_the_folder_is_used_and_a_broken_one_refused(tmp_path: Pa
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(models.CheckpointError, match=r"tokenizer\.json is not a tokenizer"):
         models.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "template"),
+    [
+        ('{"chat_template": "{{ one }}"}', "{{ one }}"),
+        ('{"chat_template": [{"name": "tool_use", "template": "b"}, {"name": "default", "template": "a"}]}', "a"),
+        ('{"chat_template": [{"name": "tool_use", "template": "b"}]}', None),
+        ("{}", None),
+    ],
+)
+def test_the_default_of_several_templates_is_the_template(settings: str, template: str | None, tmp_path: Path) -> None:
+    folder, toy = copy_checkpoint("llama", tmp_path / "in"), tiny_llama(vocab=512).tokenizer
+    assert toy is not None
+    toy.backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(settings)
+    model = models.load(folder)
+    assert model.tokenizer is not None
+    assert model.tokenizer.chat_template == template
+    models.save(model, tmp_path / "out")
+    again = models.load(tmp_path / "out").tokenizer
+    assert again is not None
+    assert again.chat_template == template
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"chat_template": 5}'])
+def test_broken_settings_of_a_tokenizer_are_refused(content: str, tmp_path: Path) -> None:
+    folder, toy = copy_checkpoint("llama", tmp_path), tiny_llama(vocab=512).tokenizer
+    assert toy is not None
+    toy.backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(content)
+    with pytest.raises(models.CheckpointError, match=r"tokenizer_config\.json"):
+        models.load(folder)
+
+
+def test_a_gguf_file_without_its_metadata_is_refused(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("output_norm.weight", np.ones(4, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(models.CheckpointError, match="the config has no 'num_attention_heads'"):
+        models.load(path)
 
 
 def test_identity_changes_with_what_it_names(tmp_path: Path) -> None:

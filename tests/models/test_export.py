@@ -173,3 +173,33 @@ def test_convert_writes_what_load_reads(tmp_path: Path) -> None:
     assert ran.exit_code == 0, ran.output
     assert same(models.load(tmp_path / "export"), models.load(TINY / "gpt_oss_mxfp4", dtype="float32"))
     assert CliRunner().invoke(app, ["convert", str(TINY / "llama"), str(TINY)]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{in}", "{file}"], "holds something else"),
+        (["{in}", "{file}/below"], "is a file"),
+        (["{in}", "{new}", "--dtype", "floaty"], "cannot compute in floaty"),
+        (["{out}", "{new}", "--dtype", "floaty"], "cannot compute in floaty"),
+        (["{file}", "{new}"], "neither a checkpoint folder nor"),
+    ],
+)
+def test_convert_says_what_is_wrong_before_it_loads(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 2, nothing written, and no parameter read for nothing."""
+    (tmp_path / "file").write_text("mine")
+    models.save(tiny_llama(), tmp_path / "out")
+    before = names_in(tmp_path)
+    paths = {"in": TINY / "llama", "file": tmp_path / "file", "new": tmp_path / "new", "out": tmp_path / "out"}
+
+    def load_nothing(*_: Any, **__: Any) -> None:
+        raise AssertionError("parameters were read")
+
+    for name in ("load_params", "export.read_params"):
+        monkeypatch.setattr(f"models.registry.{name}", load_nothing)
+    ran = CliRunner().invoke(app, ["convert", *(argument.format(**paths) for argument in arguments)])
+    assert ran.exit_code == 2, ran.output
+    assert message in ran.stderr
+    assert names_in(tmp_path) == before

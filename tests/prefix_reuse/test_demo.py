@@ -157,6 +157,28 @@ def test_command_prints_tables_writes_json_and_reports_a_flip(report: demo.DemoR
     assert "not excused" in ran.output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--json", "/no/such/folder/numbers.json"], "does not exist"),
+        (["--json", "/"], "is a folder"),
+        ([], "has no tokenizer"),
+        (["--page-size", "24"], "has no tokenizer"),
+    ],
+)
+def test_bad_input_ends_with_one_line_and_exit_code_2(arguments: list[str], message: str, monkeypatch, capsys) -> None:
+    """Said before any question is asked."""
+    speechless = dataclasses.replace(tiny_llama(), tokenizer=None)
+    monkeypatch.setattr(prefix_reuse.checkpoints, "load_model", lambda name, **_: speechless)
+    monkeypatch.setattr(sys, "argv", ["prefix-reuse", "demo", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
 def test_command_says_that_a_foreign_models_package_is_in_the_way(monkeypatch, capsys) -> None:
     foreign = ModuleType("models")
     foreign.__file__ = "/home/somebody/project/models/__init__.py"

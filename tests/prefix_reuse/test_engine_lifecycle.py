@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from engine_helpers import GREEDY, check, cold, drained, engine, index_of, model, prompt
 
+from models.testing import toy_tokenizer
 from prefix_reuse import Engine, EngineConfig, PrefixReuseError, SamplingParams, UnsupportedAttentionError
 from prefix_reuse.errors import (
     CapacityError,
@@ -20,6 +21,7 @@ from prefix_reuse.errors import (
     TransferError,
     UnknownRequestError,
 )
+from prefix_reuse.outputs import find_stop
 from prefix_reuse.sequence import TRANSITIONS, Sequence, SequenceState
 from prefix_reuse.transfer import PageTransfer, PendingCopy
 
@@ -354,24 +356,43 @@ def test_a_failed_offload_publishes_nothing_and_the_row_goes_on():
     drained(e)
 
 
-def test_page_tables_are_not_changed_under_a_dispatched_step():
-    """H30: the account's arrays are overwritten at once; the device sees the tables of its own step."""
+def aligned(array: np.ndarray) -> np.ndarray:
+    """A copy at an address at which JAX takes an array for its own on a CPU, and reads it when its turn has come."""
+    raw = np.zeros(array.nbytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    out = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    out[:] = array
+    return out
+
+
+def test_page_tables_may_be_overwritten_as_soon_as_they_were_given_to_the_device():
+    """H30: the step before is still running when the account's arrays are changed for the next one."""
     e = engine()
-    prompts = [prompt(9, seed=i) for i in range(3)]
-    expected = [o.token_ids for o in engine(on=False).generate(prompts, GREEDY)]
-    real = e.runner.sync_tables
+    account, pool = e.runner.accounts[0], e.runner.pools[0]
+    account.page_table, account.shared_pages = aligned(account.page_table), aligned(account.shared_pages)
+    account.page_table[0, :3], account.shared_pages[0] = [5, 6, 7], 2
+    context_lens = aligned(np.array([11, 0, 0, 0], np.int32))
+    want = account.page_table.copy()
 
-    def sync_and_scribble(context_lens: np.ndarray) -> None:
-        real(context_lens)
-        saved = [a.page_table.copy() for a in e.runner.accounts]
-        for account in e.runner.accounts:
-            account.page_table[:] = 0
-        context_lens[:] = 99
-        for account, table in zip(e.runner.accounts, saved, strict=True):
-            account.page_table[:] = table
+    @jax.jit
+    def busy(refcounts: jax.Array, matrix: jax.Array) -> jax.Array:
+        matrix = jax.lax.fori_loop(0, 40, lambda _, m: jax.numpy.tanh(m @ m), matrix)
+        return refcounts + (matrix[0, 0] > 2)
 
-    e.runner.sync_tables = sync_and_scribble
-    assert [o.token_ids for o in e.generate(prompts, GREEDY)] == expected
+    matrix = jax.numpy.full((700, 700), 0.01)
+    jax.block_until_ready(busy(pool.refcounts, matrix))
+    e.runner.sync_tables(context_lens)  # compiles
+    for _ in range(2):
+        pool = e.runner.pools[0]
+        e.runner.pools = (pool.replace(refcounts=busy(pool.refcounts, matrix)),)
+        account.dirty = True
+        e.runner.sync_tables(context_lens)
+        account.page_table[:], account.shared_pages[:], context_lens[:] = 0, 9, 99
+        pool = e.runner.pools[0]
+        assert np.array_equal(np.asarray(pool.page_table), want)
+        assert np.asarray(pool.context_lens).tolist() == [11, 0, 0, 0]
+        assert np.asarray(pool.shared_pages).tolist() == [2, 0, 0, 0]
+        account.page_table[:], account.shared_pages[:], context_lens[:] = want, [2, 0, 0, 0], [11, 0, 0, 0]
 
 
 # ---- cancellation and capacity
@@ -646,6 +667,33 @@ def test_top_k_1_is_greedy_and_stop_ids_end_the_output():
     assert out.finish_reason == "stop"
     with pytest.raises(InvalidRequestError, match="max_stop_ids"):
         e.submit(tokens, SamplingParams(stop_token_ids=tuple(range(2, 40))))
+    drained(e)
+
+
+@pytest.mark.parametrize("old", range(6))
+def test_a_stop_string_is_found_wherever_a_boundary_falls_in_it(old: int):
+    """Tokens without text, as special ones are, may stand between its letters; the boundary must not decide what is found."""
+    tokenizer: Any = toy_tokenizer()
+    a, b, special = tokenizer.encode("a")[0], tokenizer.encode("b")[0], tokenizer.encode("<eos>")[0]
+    generated = [b, a, special, special, special, b, b]
+    assert tokenizer.decode(generated) == "babb"
+    found = find_stop(tokenizer, generated, old, ("ab",))
+    assert found == 6
+
+
+def test_text_with_tokens_that_the_model_does_not_know_is_refused():
+    """A tokenizer may have more tokens than the model has rows; no neighbour's row is taken in their place."""
+
+    class Wide:
+        def encode(self, text: str) -> list[int]:
+            return [5, 128] if text.strip() else []
+
+    e = engine()
+    e.intake.tokenizer = Wide  # type: ignore[method-assign]
+    with pytest.raises(InvalidRequestError, match="128 is outside"):
+        e.submit("text", GREEDY)
+    with pytest.raises(InvalidRequestError, match="no tokens"):
+        e.submit(" ", GREEDY)
     drained(e)
 
 

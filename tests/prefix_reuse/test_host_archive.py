@@ -214,6 +214,18 @@ def test_inserted_prefixes_share_their_beginnings():
     store.check_integrity()
 
 
+def test_inserted_pages_are_checked_like_published_ones():
+    """N6: one flipped byte is reported with its page, layer group and half."""
+    store = make_store(integrity=True)
+    store.insert(prefixes(seq(1, 8)))
+    assert store.index is not None
+    first, second = store.index.peek(seq(1, 8), NS).page_ids.tolist()
+    store.payloads[second][1].view(np.uint8).reshape(-1)[0] ^= 1
+    store.read(first)
+    with pytest.raises(IntegrityError, match=rf"host page {second}, group 1, layer 0 of the group, K"):
+        store.read(second)
+
+
 def test_an_insert_evicts_only_when_it_may():
     store = make_store(4)
     fill(store, seq(1, 16))

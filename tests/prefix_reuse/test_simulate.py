@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -212,6 +213,8 @@ def test_the_command_knows_every_policy(trace, policy):
         (["--capacity-tokens", "1M", "--json", "/"], "is a folder"),
         (["--capacity-tokens", "1M", "--plot", "plot.txt"], "must end in one of .png, .svg, .pdf"),
         (["--capacity-tokens", "1M", "--page-size", "0"], "page-size"),
+        (["--capacity-tokens", "100000000G"], "has more than 2,147,483,647 pages of 16"),
+        (["--capacity-tokens", "1M", "--block", "100000000000000000000"], "a block of 100000000000000000000 tokens"),
         ([], "capacity-tokens"),
     ],
 )
@@ -226,6 +229,62 @@ def test_an_absent_trace_ends_with_a_message_and_exit_code_2(tmp_path):
     done = run(tmp_path / "none.jsonl", "--capacity-tokens", "1M")
     assert done.exit_code == 2
     assert "cannot read the trace" in done.stderr
+
+
+def test_an_empty_trace_ends_with_a_message_and_exit_code_2(tmp_path):
+    """0% of nothing is no hit rate."""
+    (tmp_path / "empty.jsonl").write_text("\n")
+    np.savez(tmp_path / "empty.npz", tokens=np.zeros(0, np.int32), offsets=np.zeros(1, np.int64))
+    for name in ("empty.jsonl", "empty.npz"):
+        done = run(tmp_path / name, "--capacity-tokens", "1M")
+        assert done.exit_code == 2
+        assert "holds no requests" in done.stderr
+
+
+def test_a_pool_far_larger_than_memory_costs_what_the_trace_fills(trace):
+    """Its pages are named as they are needed; the figures are those of any pool that holds everything."""
+    want = simulate(trace, 1_000_000, "lru", 8, block=32)
+    got = simulate(trace, 8 * (2**31 - 1), "lru", 8, block=32)
+    assert without_time(got) | {"capacity_tokens": 0} == without_time(want) | {"capacity_tokens": 0}
+
+
+def test_a_pool_that_is_named_in_steps_gives_every_page_once():
+    """Beyond the pages that are named at first: distinct ids, all of them, and eviction only behind the last."""
+    pool = SimulatedPool(200_000, 1)
+    prompts = [np.arange(70_000, dtype=np.int32) + 70_000 * i for i in range(3)]
+    assert [pool.request(prompt) for prompt in prompts] == [0, 0, 0]
+    entries = [run.page_ids for run in pool.index]
+    ids = np.concatenate(entries)
+    assert len(ids) == len(set(ids.tolist())) == 200_000
+    assert ids.max() == 199_999
+    assert pool.index.stats().evicted_pages == 10_000
+
+
+def test_what_cannot_be_written_ends_with_a_message_and_leaves_the_old_file(trace, tmp_path, monkeypatch, capsys):
+    """Results are written whole or not at all."""
+    rows = tmp_path / "rows.json"
+    rows.write_text("before")
+
+    def torn(self, text, **options):
+        with self.open("w") as file:
+            file.write(text[:10])
+        raise OSError(28, "No space left on device")
+
+    arguments = ["simulate", str(trace), "--capacity-tokens", "320", "--block", "32", "--json", str(rows)]
+    monkeypatch.setattr(sys, "argv", ["prefix-reuse", *arguments])
+    with monkeypatch.context() as patch:
+        patch.setattr(type(rows), "write_text", torn)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    assert ended.value.code == 2
+    assert "cannot be written: No space left on device" in capsys.readouterr().err
+    assert rows.read_text() == "before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.json", "trace.jsonl"]
+    link = tmp_path / "link.json"
+    link.symlink_to(rows)
+    assert run(trace, "--capacity-tokens", "320", "--block", 32, "--json", link).exit_code == 0
+    assert link.is_symlink()
+    assert json.loads(rows.read_text())[0].keys() == FIELDS
 
 
 def test_a_plot_without_matplotlib_is_refused_before_the_work(trace, tmp_path, monkeypatch):

@@ -182,6 +182,35 @@ def test_a_bundle_with_few_pages_left_is_dissolved() -> None:
     assert t.bundles.dissolve() == 0
 
 
+def test_a_bundle_that_cannot_be_dissolved_now_is_dissolved_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No memory for the copies costs nobody's turn: bytes stay as they are, what has been moved has been moved."""
+    t, source = transfer(), pool()
+    parts = offload(t, source, range(8))
+    bundle, want = parts[0].bundle, [np.array(part) for part in parts[:3]]
+    del parts[3:]
+    gc.collect()
+    alone, left = t.bundles.alone, [1]
+
+    def scarce(array: np.ndarray) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+        return alone(array)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(t.bundles, "alone", scarce)
+        t.tidy()
+        assert bundle.live == 2
+        t.tidy(None)
+    for part, expected in zip(parts, want, strict=True):
+        assert np.array_equal(np.asarray(part), expected)
+    assert t.bundles.dissolve() == 2
+    assert bundle.live == 0
+    assert [part.bundle.live for part in parts] == [1, 1, 1]
+    for part, expected in zip(parts, want, strict=True):
+        assert np.array_equal(np.asarray(part), expected)
+
+
 def test_a_bundle_without_parts_is_freed_at_once() -> None:
     t, source = transfer(), pool()
     parts = offload(t, source, range(8))

@@ -267,6 +267,7 @@ def test_prompts_share_whole_pages_and_leave_8_of_72_tokens_at_page_16() -> None
         (["tiny", "--page-size", "128"], "context"),
         (["skips a layer"], "incomplete-paged-layer-registry"),
         (["tiny", "--json", "/no/such/folder/v.json"], "/no/such/folder"),
+        (["tiny", "--json", "/"], "is a folder"),
     ],
 )
 def test_bad_input_ends_with_one_line_and_exit_code_2(arguments: list[str], message: str, monkeypatch, capsys) -> None:

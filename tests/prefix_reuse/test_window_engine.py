@@ -240,6 +240,22 @@ def test_bytes_that_vanish_between_lookup_and_load_cost_the_hit_and_nothing_else
     drained(e)
 
 
+def test_trimming_windows_frees_memory_at_once():
+    """X3: the parts that stay leave the bundles that they came in, although no request runs any more."""
+    e = make(poison=False, max_prefill_tokens=64)  # pages leave in bundles of 8
+    e.generate(prompt(64, seed=3), GREEDY)
+    arrays = {id(p.bundle): p.bundle.array for page in e.store.payloads if page for p in page if p is not None}
+    before = sum(array.nbytes for array in arrays.values())
+    parts = e.store.bound_geometry().parts
+    assert e.cache.trim_windows() == 13  # of 16 pages; a full hit at the end reads three
+    kept = [p for page in e.store.payloads if page for p in page if p is not None]
+    held = sum(array.nbytes for array in {id(p.bundle): p.bundle.array for p in kept}.values())
+    assert before == 16 * sum(part.num_bytes for part in parts)
+    assert held == sum(p.nbytes for p in kept) < before
+    assert e.generate(np.append(prompt(64, seed=3), 5), GREEDY)[0].token_ids == greedy(np.append(prompt(64, seed=3), 5))
+    drained(e)
+
+
 # ---- pages given back
 
 

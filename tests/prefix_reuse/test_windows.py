@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -392,6 +393,27 @@ def test_a_row_is_restored_only_with_the_bytes_that_its_window_reaches():
                 store.checkpoint("row")
 
 
+def test_a_checkpoint_that_lacks_what_its_window_reads_is_not_restored():
+    """B8, B18: it may come from elsewhere; nothing is taken for it."""
+    store = make_store()
+    (got,) = store.allocate_pages_for_sequences_with_prefix([PrefixRequest("row", seq(1, 22), 28, NS)])
+    store.begin_copy(got.private_pages[:6])
+    store.finish_copy(got.private_pages[:6], [payload(i) for i in range(6)], [4, 4, 4, 4, 4, 2])
+    saved = store.checkpoint("row")
+    pages = saved.pages
+    for absent, works in ((2, True), (3, False), (5, False)):
+        parts = tuple((part[0], None) if i == absent else part for i, part in enumerate(pages.payloads))
+        torn = replace(saved, pages=PageExport(pages.geometry, parts, pages.slots))
+        other = make_store()
+        before = other.snapshot_counters()
+        if works:
+            assert other.restore(torn, "back").context_length == 22
+            continue
+        with pytest.raises(TransferError, match=rf"reads page {absent} of layer group 1 \(window 8\)"):
+            other.restore(torn, "back")
+        assert other.snapshot_counters() == before
+
+
 def test_inserted_prefixes_may_lack_parts_and_may_fill_them():
     store = make_store()
     parts = [payload(i) for i in range(6)]
@@ -403,6 +425,24 @@ def test_inserted_prefixes_may_lack_parts_and_may_fill_them():
     assert store.peek(seq(1, 16), NS).num_pages == 4
     assert store.stats().filled_parts == 2
     store.check_integrity()
+
+
+@pytest.mark.parametrize("first_whole", [True, False])
+def test_prefixes_that_are_inserted_together_never_rewrite_each_others_pages(first_whole: bool):
+    """B15, N6: of a shared beginning the bytes that come first stay; a later prefix only adds what they lack."""
+    store = make_store(integrity=True)
+    parts, others = [payload(i) for i in range(4)], [payload(10 + i) for i in range(4)]
+    partial = [(part[0], None) for part in parts]
+    first, second = (parts, [(part[0], None) for part in others]) if first_whole else (partial, others)
+    branches = [StoredPrefix(NS, seq(1, 16), first), StoredPrefix(NS, np.append(seq(1, 12), seq(50, 53)), second)]
+    assert store.insert(branches) == 5
+    store.check_integrity()
+    shared = store.export(store.peek(np.append(seq(1, 12), 99), NS).page_ids)
+    assert len(shared) == 3
+    for i, page in enumerate(shared.payloads):
+        assert np.array_equal(page[0], parts[i][0])
+        assert np.array_equal(page[SLIDING], (parts if first_whole else others)[i][SLIDING])
+    assert store.stats().filled_parts == (0 if first_whole else 3)
 
 
 def test_truncating_a_row_keeps_what_it_lacks():
