@@ -546,7 +546,7 @@ class _SamePage:
     def offload(self, pools: Any, device_pages: Any, host_pages: np.ndarray) -> PendingCopy:
         return PendingCopy(np.array(host_pages), (self._payload,) * len(host_pages))
 
-    def load(self, pools: Any, payloads: Any, device_pages: Any) -> Any:
+    def load(self, pools: Any, parts: Any, device_pages: Any, staged: Any = None) -> Any:
         raise RuntimeError("a page that was never copied to the host must not be loaded")
 
     def tidy(self) -> None:

@@ -159,9 +159,10 @@ class PageTransfer:
             checked = None
             for part in some:
                 # Once a bundle: asking every part would hold up the first copy by half a millisecond.
-                if not isinstance(part, HostPart) or part.bundle is not checked:
+                bundle = getattr(part, "bundle", None)
+                if bundle is None or bundle is not checked:
                     check_part(part, pool, group)
-                    checked = part.bundle if isinstance(part, HostPart) else None
+                checked = bundle
         out = []
         for pool, some, pages in zip(pools, parts, device_pages, strict=True):
             held = [part if isinstance(part, HostPart) else self.bundles.alone(np.array(part)) for part in some]
