@@ -110,3 +110,14 @@ def last_batch(e: Engine) -> PrefillBatch:
     """The snapshot of the last prefill batch (B13)."""
     assert e.runner.last_prefill is not None
     return e.runner.last_prefill
+
+
+def run_all(e: Any) -> dict[int, Any]:
+    """Steps until nothing is left; outputs by request id. The engine is checked after every turn."""
+    outputs: dict[int, Any] = {}
+    for _ in range(200):
+        if not e.has_work:
+            return outputs
+        outputs.update((o.request_id, o) for o in e.step())
+        check(e)
+    raise AssertionError("the engine does not come to an end")

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from engine_helpers import GREEDY, check, cold, drained, engine, index_of, prompt
+from engine_helpers import GREEDY, check, cold, drained, engine, index_of, prompt, run_all
 
 from prefix_reuse import PrefixReuseError, SamplingParams
 from prefix_reuse.errors import CapacityError, InvalidRequestError
@@ -20,16 +20,6 @@ LONG = SamplingParams(max_tokens=30, ignore_eos=True)
 
 def fails(*_: Any, **__: Any) -> Any:
     raise RuntimeError("injected")
-
-
-def run_all(e: Any) -> dict[int, Any]:
-    outputs: dict[int, Any] = {}
-    for _ in range(200):
-        if not e.has_work:
-            return outputs
-        outputs.update((o.request_id, o) for o in e.step())
-        check(e)
-    raise AssertionError("the engine does not come to an end")
 
 
 @pytest.mark.parametrize("place", ["load", "carry_out", "sync_tables", "read", "allocate"])

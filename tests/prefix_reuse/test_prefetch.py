@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from engine_helpers import GREEDY, check, drained, engine, prompt
+from engine_helpers import GREEDY, check, drained, engine, prompt, run_all
 
 from prefix_reuse import EngineConfig, SamplingParams
 from prefix_reuse.errors import ConfigError
@@ -42,16 +42,6 @@ def fill_rows(e: Any) -> dict[int, np.ndarray]:
 
 def right(kind: str, outputs: dict[int, Any], running: dict[int, np.ndarray]) -> bool:
     return all(outputs[i].token_ids == want(kind, text, LONG) for i, text in running.items())
-
-
-def run_all(e: Any) -> dict[int, Any]:
-    outputs: dict[int, Any] = {}
-    for _ in range(200):
-        if not e.has_work:
-            return outputs
-        outputs.update((o.request_id, o) for o in e.step())
-        check(e)
-    raise AssertionError("the engine does not come to an end")
 
 
 class Record:
