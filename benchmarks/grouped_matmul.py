@@ -29,7 +29,8 @@ import numpy as np
 import pallas_kernels as pk
 from benchmarks.profiling import kernel_times
 from models.mxfp4 import dequantise
-from pallas_kernels.grouped_matmul.triton import grouped_matmul, rows_of_tile
+from pallas_kernels.grouped_matmul.plan import rows_of_tile
+from pallas_kernels.grouped_matmul.triton import grouped_matmul
 
 READ, MULTIPLY = 4.5e12, 700e12
 ROUTINGS, SLOW_ROUTINGS, SHORT, REPEATS, LEAST_MS, COLD_BYTES = 16, 2, 1, 5, 8, 400 << 20

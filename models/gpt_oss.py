@@ -22,7 +22,7 @@ from models.checkpoint import check_heads, config_dtype, flag, integer, number, 
 from models.errors import CheckpointError
 from models.layers import linear
 from models.model import Attend, Model, Params
-from models.moe import grouped_linear, mix_experts, topk_then_softmax
+from models.moe import combine, grouped_linear, route
 from models.mxfp4 import BLOCK, dequantise
 from models.params import BYTES, Source, matrix, norm, stacked_rows, vector
 from models.rope import RopeConfig, rope_table
@@ -290,14 +290,11 @@ class GptOss(Model):
 
 def experts_mlp(c: GptOssConfig, layer: Params, x: jax.Array) -> jax.Array:
     """Each row of x [T, E] through its experts."""
-
-    def expert_mlp(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        gate_up = grouped_linear(rows, layer["gate_up"], group_sizes, layer["gate_up_bias"])
-        return grouped_linear(clamped_swiglu(gate_up, c.swiglu_limit), layer["down"], group_sizes, layer["down_bias"])
-
-    logits = linear(x, layer["router"], out_dtype=jnp.float32) + layer["router_bias"].astype(jnp.float32)
-    weights, experts = topk_then_softmax(logits, c.experts_per_token)
-    return mix_experts(x, weights, experts, c.num_experts, expert_mlp)
+    logits = linear(x, layer["router"], out_dtype=jnp.float32)
+    routing = route(logits, c.experts_per_token, bias=layer["router_bias"], softmax_first=False)
+    gate_up = grouped_linear(x, layer["gate_up"], routing, layer["gate_up_bias"], of_tokens=True)
+    hidden = clamped_swiglu(gate_up, c.swiglu_limit)
+    return combine(grouped_linear(hidden, layer["down"], routing, layer["down_bias"]), routing)
 
 
 def clamped_swiglu(gate_up: jax.Array, limit: float) -> jax.Array:

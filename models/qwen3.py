@@ -16,7 +16,7 @@ from models.checkpoint import check_heads, config_dtype, flag, integer, number
 from models.errors import CheckpointError
 from models.layers import linear, swiglu
 from models.model import Attend, Model, Params
-from models.moe import grouped_linear, mix_experts, softmax_then_topk, stacked_experts
+from models.moe import combine, grouped_linear, route, stacked_experts
 from models.params import Source, matrix, norm, stacked_rows
 from models.rope import RopeConfig, rope_table
 from pallas_kernels import add_rms_norm, qkv_rope
@@ -198,10 +198,7 @@ def dense_mlp(layer: Params, x: jax.Array) -> jax.Array:
 
 def sparse_mlp(c: Qwen3Config, layer: Params, x: jax.Array) -> jax.Array:
     """Each row of x [T, E] through its experts' SwiGLU."""
-
-    def expert_mlp(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        return grouped_linear(swiglu(grouped_linear(rows, layer["gate_up"], group_sizes)), layer["down"], group_sizes)
-
     logits = linear(x, layer["router"], out_dtype=jnp.float32)
-    weights, experts = softmax_then_topk(logits, c.experts_per_token, c.normalise_topk)
-    return mix_experts(x, weights, experts, c.num_experts, expert_mlp)
+    routing = route(logits, c.experts_per_token, softmax_first=True, normalise=c.normalise_topk)
+    hidden = swiglu(grouped_linear(x, layer["gate_up"], routing, of_tokens=True))
+    return combine(grouped_linear(hidden, layer["down"], routing), routing)

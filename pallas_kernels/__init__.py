@@ -20,6 +20,8 @@ from pallas_kernels.merge import merge_states as merge_states
 from pallas_kernels.paged_decode_attention.api import paged_decode_attention as paged_decode_attention
 from pallas_kernels.qkv_rope.api import qkv_rope as qkv_rope
 from pallas_kernels.ragged_paged_attention.api import ragged_paged_attention as ragged_paged_attention
+from pallas_kernels.route_experts import Routing as Routing
+from pallas_kernels.route_experts import route_experts as route_experts
 from pallas_kernels.row_invariant_matmul import RowInvariance as RowInvariance
 from pallas_kernels.row_invariant_matmul import row_invariance as row_invariance
 from pallas_kernels.row_invariant_matmul import row_invariant_matmul as row_invariant_matmul

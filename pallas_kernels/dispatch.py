@@ -33,6 +33,7 @@ PREFERENCE: dict[str, tuple[str, tuple[str, ...]]] = {
     "add_rms_norm": ("add_rms_norm", ("triton", "reference")),
     "qkv_rope": ("qkv_rope", ("triton", "reference")),
     "grouped_matmul": ("grouped_matmul", ("triton", "reference")),
+    "route_experts": ("route_experts", ("triton", "reference")),
     "row_invariant_matmul": ("row_invariant_matmul", ("triton", "reference")),
     "gather_pages": ("copy_pages", ("triton", "mosaic_gpu", "reference")),
     "scatter_pages": ("copy_pages", ("triton", "mosaic_gpu", "reference")),

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import checks, dispatch
 from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, Mxfp4, padded_scales
+from pallas_kernels.grouped_matmul.plan import TilePlan
 
 
 def grouped_matmul(
@@ -15,6 +16,8 @@ def grouped_matmul(
     group_sizes: jax.Array,
     *,
     bias: jax.Array | None = None,
+    rows: jax.Array | None = None,
+    tiles: TilePlan | None = None,
     fixed_tile: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -25,11 +28,15 @@ def grouped_matmul(
     its group or on its place in it. They may depend on the tile, which suits the rows per group unless `fixed_tile`.
 
     Args:
-        x: `[N, in]`, f32, bf16 or f16, sorted by group.
+        x: `[N, in]`, f32, bf16 or f16, sorted by group; or as `rows` say.
         weight: `[E, out, in]` in x's dtype, or `Mxfp4` of that shape, which is dequantised a tile at a time and never
             written out.
         group_sizes: int32 `[E]`, rows of each group. Their sum may be less than N; rows past it give zeros.
         bias: `[E, out]`, any float dtype, added in float32; or None.
+        rows: int32 `[N]`, which row of x `[M, in]` each of the N rows is, 0 to M - 1; None: x has them in order. Read as they
+            are needed, so that no sorted copy of x is made.
+        tiles: what `plan_tiles` makes of `group_sizes`, as `route_experts` gives it; used where its tiles have the size that
+            is wanted here.
         fixed_tile: use one tile for every N, so that a row has equal bits in calls of different N.
         implementation: "reference", "triton", or None for the best on this device.
 
@@ -58,6 +65,10 @@ def grouped_matmul(
     checks.check_int32("group_sizes", group_sizes, (groups,))
     if bias is not None and bias.shape != (groups, out):
         raise ValueError(f"bias must be ({groups}, {out}), got {bias.shape}")
-    if 0 in (x.shape[0], out, columns, groups):
-        return jnp.zeros((x.shape[0], out), x.dtype)
-    return dispatch.call("grouped_matmul", implementation, x, weight, group_sizes, bias=bias, fixed_tile=fixed_tile)
+    if rows is not None:
+        checks.check_int32("rows", rows, (rows.size,))
+    num_rows = x.shape[0] if rows is None else rows.size
+    if 0 in (x.shape[0], num_rows, out, columns, groups):
+        return jnp.zeros((num_rows, out), x.dtype)
+    options = {"bias": bias, "rows": rows, "tiles": tiles, "fixed_tile": fixed_tile}
+    return dispatch.call("grouped_matmul", implementation, x, weight, group_sizes, **options)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.pallas_gpu import power_of_two
 
-class TilePlan(NamedTuple):
+FIXED_ROWS = 64
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["group", "begin", "end", "used"], meta_fields=["block"]
+)
+@dataclasses.dataclass(frozen=True)
+class TilePlan:
     """Tiles of `block` rows that never mix groups: tile t has rows `begin[t]` to `min(begin[t] + block, end[t])`.
 
     Attributes:
@@ -16,12 +25,19 @@ class TilePlan(NamedTuple):
         begin: int32 `[T]`, first row.
         end: int32 `[T]`, end of the group; at most `begin` for a tile that has nothing to do.
         used: int32 scalar, tiles of groups, without those of the padding: the first ones.
+        block: rows of a tile at most; static.
     """
 
     group: jax.Array
     begin: jax.Array
     end: jax.Array
     used: jax.Array
+    block: int
+
+
+def rows_of_tile(num_rows: int, num_groups: int, fixed: bool) -> int:
+    """Rows of a GPU tile for so many rows of all groups: twice the mean, so that few groups need a second tile."""
+    return FIXED_ROWS if fixed else min(max(power_of_two(-(-2 * num_rows // num_groups)), 16), 128)
 
 
 def count_tiles(num_rows: int, num_groups: int, block: int) -> int:
@@ -45,9 +61,17 @@ def plan_tiles(group_sizes: jax.Array, num_rows: int, block: int) -> TilePlan:
     tile_ends = jnp.sum(jnp.where(upto, (sizes + block - 1) // block, 0), axis=1)
 
     tile = jnp.arange(count_tiles(num_rows, sizes.shape[0], block), dtype=jnp.int32)
+    used = jnp.minimum(tile_ends[-1], tile.shape[0])
+    return TilePlan(*tile_rows(ends, tile_ends, tile, num_rows, block), used, block)
+
+
+def tile_rows(
+    ends: jax.Array, tile_ends: jax.Array, tile: jax.Array, num_rows: int, block: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(group, begin, end) of tiles `tile` int32 `[T]`, from where each group's rows and tiles end, int32 `[E]` both."""
     before = tile_ends[None, :] <= tile[:, None]  # groups that end before the tile
-    group = jnp.sum(before, axis=1, dtype=jnp.int32)
-    first_row = jnp.max(jnp.where(before, ends, 0), axis=1)
-    first_tile = jnp.max(jnp.where(before, tile_ends, 0), axis=1)
-    end = jnp.min(jnp.where(before, num_rows, ends), axis=1)
-    return TilePlan(group, first_row + (tile - first_tile) * block, end, jnp.minimum(tile_ends[-1], tile.shape[0]))
+    group = jnp.sum(before.astype(jnp.int32), axis=1)
+    first_row = jnp.max(jnp.where(before, ends[None, :], 0), axis=1)
+    first_tile = jnp.max(jnp.where(before, tile_ends[None, :], 0), axis=1)
+    end = jnp.min(jnp.where(before, num_rows, ends[None, :]), axis=1)
+    return group, first_row + (tile - first_tile) * block, end

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
-from pallas_kernels.grouped_matmul.plan import plan_tiles
+from pallas_kernels.grouped_matmul.plan import TilePlan, plan_tiles
 from pallas_kernels.pallas_gpu import power_of_two
 
 LEAST_ROWS, FIXED_ROWS, MOST_ROWS = 8, 16, 32
@@ -22,26 +22,29 @@ def grouped_matmul(
     group_sizes: jax.Array,
     *,
     bias: jax.Array | None,
+    rows: jax.Array | None = None,
+    tiles: TilePlan | None = None,
     fixed_tile: bool,
 ) -> jax.Array:
     """See `api.grouped_matmul`."""
+    x = x if rows is None else x[rows]
     num_rows, (groups, out, _) = x.shape[0], weight.shape
     block = FIXED_ROWS if fixed_tile else min(max(power_of_two(num_rows // groups), LEAST_ROWS), MOST_ROWS)
-    plan = plan_tiles(group_sizes, num_rows, block)
+    plan = tiles if tiles is not None and tiles.block == block else plan_tiles(group_sizes, num_rows, block)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
     def tile(number: jax.Array, y: jax.Array) -> jax.Array:
         group = jnp.minimum(plan.group[number], groups - 1)
-        rows = plan.begin[number] + jnp.arange(block, dtype=jnp.int32)
+        here = plan.begin[number] + jnp.arange(block, dtype=jnp.int32)
         own = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, group, keepdims=False), weight)
         own = own.values(_exact(x.dtype)) if isinstance(own, Mxfp4) else own
-        lhs = x[jnp.minimum(rows, num_rows - 1)].astype(own.dtype)
+        lhs = x[jnp.minimum(here, num_rows - 1)].astype(own.dtype)
         product = jax.lax.dot_general(
             lhs, own, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
         )
         if bias is not None:
             product = product + bias[group].astype(jnp.float32)
-        return y.at[jnp.where(rows < plan.end[number], rows, num_rows)].set(product.astype(x.dtype), mode="drop")
+        return y.at[jnp.where(here < plan.end[number], here, num_rows)].set(product.astype(x.dtype), mode="drop")
 
     return jax.lax.fori_loop(0, plan.used, tile, jnp.zeros((num_rows, out), x.dtype))
 

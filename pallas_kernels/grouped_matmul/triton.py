@@ -15,10 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, CODES, WORDS, Mxfp4, value_of
-from pallas_kernels.grouped_matmul.plan import count_tiles, plan_tiles
+from pallas_kernels.grouped_matmul.plan import TilePlan, count_tiles, plan_tiles, rows_of_tile
 from pallas_kernels.pallas_gpu import dot, interpret_here, power_of_two, triton_call, tuned
 
-FIXED_ROWS = 64
 DEFAULTS = {
     "bfloat16 M16": {"block_n": 64, "block_k": 128, "num_warps": 4, "num_stages": 4, "swap": 1},
     "bfloat16 M32": {"block_n": 64, "block_k": 128, "num_warps": 4, "num_stages": 4, "swap": 1},
@@ -38,6 +37,8 @@ def grouped_matmul(
     group_sizes: jax.Array,
     *,
     bias: jax.Array | None,
+    rows: jax.Array | None = None,
+    tiles: TilePlan | None = None,
     fixed_tile: bool,
     config: dict[str, int] | None = None,
 ) -> jax.Array:
@@ -53,35 +54,35 @@ def grouped_matmul(
     for name, array in (("blocks", weight.blocks),) if packed else (("weight", weight),):
         if array.size >= 2**31:
             raise NotImplementedError(f"{name} of {array.size} elements need 64-bit offsets.")
-    block_m = rows_of_tile(x.shape[0], weight.shape[0], fixed_tile)
+    num_rows = x.shape[0] if rows is None else rows.shape[0]
+    block_m = rows_of_tile(num_rows, weight.shape[0], fixed_tile)
     if config is not None:
         block_m = config.get("block_m", block_m)
     kind = "mxfp4" if packed else "bfloat16" if x.dtype.itemsize == 2 else "float32"
     default = DEFAULTS["float32"] if x.dtype == jnp.float32 else DEFAULTS[f"{kind} M{min(block_m, 128)}"]
     key = f"{kind} {'fixed' if fixed_tile else f'M{block_m}'}"
     chosen = {"block_m": block_m, **tuned("grouped_matmul.triton", key, default), **(config or {})}
-    return _matmul(x, weight, group_sizes, bias, interpret=interpret_here(), config=tuple(sorted(chosen.items())))
-
-
-def rows_of_tile(num_rows: int, num_groups: int, fixed: bool) -> int:
-    """Rows of a tile for so many rows of all groups: twice the mean, so that few groups need a second tile."""
-    return FIXED_ROWS if fixed else min(max(power_of_two(-(-2 * num_rows // num_groups)), 16), 128)
+    if tiles is None or tiles.block != chosen["block_m"]:
+        tiles = plan_tiles(group_sizes, num_rows, chosen["block_m"])
+    return _matmul(x, weight, tiles, rows, bias, interpret=interpret_here(), config=tuple(sorted(chosen.items())))
 
 
 @functools.partial(jax.jit, static_argnames=("interpret", "config"))
-def _matmul(x, weight, group_sizes, bias, *, interpret, config):
+def _matmul(x, weight, plan, rows, bias, *, interpret, config):
     options = dict(config)
-    (num_rows, columns), (groups, out, _) = x.shape, weight.shape
+    columns, (groups, out, _) = x.shape[1], weight.shape
+    num_rows = x.shape[0] if rows is None else rows.shape[0]
     packed = isinstance(weight, Mxfp4)
-    plan = plan_tiles(group_sizes, num_rows, options["block_m"])
     tiles = count_tiles(num_rows, groups, options["block_m"])
     arrays = (x, weight.blocks, weight.scales) if packed else (x, weight)
-    inputs = (plan.group, plan.begin, plan.end, *arrays, *(() if bias is None else (bias,)))
+    extra = [array for array in (rows, bias) if array is not None]
+    inputs = (plan.group, plan.begin, plan.end, *arrays, *extra)
     kernel = functools.partial(
         _kernel,
         tiles=tiles,
         groups=groups,
         packed=packed,
+        has_rows=rows is not None,
         has_bias=bias is not None,
         block_m=options["block_m"],
         block_n=options["block_n"],
@@ -105,13 +106,13 @@ def _matmul(x, weight, group_sizes, bias, *, interpret, config):
 
 def _kernel(
     group_ref, begin_ref, end_ref, x_ref, *refs,
-    tiles, groups, packed, has_bias, block_m, block_n, block_k, swap, early, ahead, interpret,
+    tiles, groups, packed, has_rows, has_bias, block_m, block_n, block_k, swap, early, ahead, interpret,
 ):  # fmt: skip
     """`block_m` rows of one group times `block_n` of its outputs."""
     *weight_refs, out_ref = refs
     bias_ref = weight_refs.pop() if has_bias else None
-    num_rows, columns = x_ref.shape
-    num_outputs = out_ref.shape[1]
+    rows_ref = weight_refs.pop() if has_rows else None
+    columns, (num_rows, num_outputs) = x_ref.shape[1], out_ref.shape
     tile, number = _place(pl.program_id(0), tiles, pl.cdiv(num_outputs, block_n), ahead)
     group, begin, end = group_ref[tile], begin_ref[tile], end_ref[tile]
     row, output = begin + jnp.arange(block_m, dtype=jnp.int32), number * block_n + jnp.arange(block_n, dtype=jnp.int32)
@@ -133,7 +134,8 @@ def _kernel(
     @pl.when((begin < end) & (group < groups))
     def _():
         # Rows and outputs past the end are computed from the last one and not stored: cheaper than masks.
-        x_row, w_row = jnp.minimum(row, num_rows - 1)[:, None], jnp.minimum(output, num_outputs - 1)[:, None]
+        x_row, w_row = jnp.minimum(row, num_rows - 1), jnp.minimum(output, num_outputs - 1)[:, None]
+        x_row = (x_row if rows_ref is None else pltriton.load(rows_ref.at[x_row]))[:, None]
         read = functools.partial(_read, columns=columns, block_k=block_k)
 
         def dense(step, acc):

@@ -16,5 +16,6 @@ from pallas_kernels.testing.experts import GroupedMatmulTests as GroupedMatmulTe
 from pallas_kernels.testing.experts import random_mxfp4 as random_mxfp4
 from pallas_kernels.testing.matmul import RowInvariantMatmulTests as RowInvariantMatmulTests
 from pallas_kernels.testing.oracle import attention_oracle as attention_oracle
+from pallas_kernels.testing.routing import RouteExpertsTests as RouteExpertsTests
 from pallas_kernels.testing.writes import AppendKVTests as AppendKVTests
 from pallas_kernels.testing.writes import CopyPagesTests as CopyPagesTests

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,12 +13,13 @@ import pytest
 
 import models
 from models.gguf_checkpoint import _unpermute
-from models.moe import MOST_COMPARED, grouped_linear, mix_experts, softmax_then_topk, sort_stably, topk_then_softmax
+from models.moe import combine, grouped_linear, route
 from models.mxfp4 import dequantise, random_mxfp4
 from models.rope import RopeConfig, rope_table
 from models.testing import TOY_EOS, reference_generate, reference_logits, tiny_hybrid, tiny_llama, toy_tokenizer
 from pallas_kernels import Mxfp4, RowInvariance
 from pallas_kernels.qkv_rope.reference import rotate
+from pallas_kernels.route_experts.reference import MOST_COMPARED, sort_stably
 
 RNG = np.random.default_rng(0)
 
@@ -74,59 +76,56 @@ def test_mxfp4_low_nibble_first_with_one_scale_a_block() -> None:
 
 
 def test_mixture_equals_a_loop_over_tokens_and_their_experts() -> None:
-    x, weight, bias = normal(7, 8), normal(5, 6, 8), normal(5, 6)
-    weights, experts = topk_then_softmax(jnp.asarray(normal(7, 5)), 2)
+    x, weight, bias, logits = normal(7, 8), normal(5, 6, 8), normal(5, 6), normal(7, 5)
+    routing = route(jnp.asarray(logits), 2, softmax_first=False)
+    out = grouped_linear(jnp.asarray(x), jnp.asarray(weight), routing, jnp.asarray(bias), of_tokens=True)
+    expected = []
+    for row, scores in zip(x, logits, strict=True):
+        best = np.argsort(-scores)[:2]
+        shares = np.exp(scores[best]) / np.exp(scores[best]).sum()
+        expected.append(sum(w * (weight[e] @ row + bias[e]) for w, e in zip(shares, best, strict=True)))
+    np.testing.assert_allclose(combine(out, routing), np.stack(expected), rtol=1e-4, atol=1e-5)
 
-    def mlp(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        return grouped_linear(rows, jnp.asarray(weight), group_sizes, jnp.asarray(bias))
 
-    mixed = mix_experts(jnp.asarray(x), weights, experts, 5, mlp)
-    expected = [
-        sum(float(w) * (weight[e] @ row + bias[e]) for w, e in zip(ws, es, strict=True))
-        for row, ws, es in zip(x, np.asarray(weights), np.asarray(experts), strict=True)
-    ]
-    np.testing.assert_allclose(mixed, np.stack(expected), rtol=1e-4, atol=1e-5)
+def mixture(x: jax.Array, logits: jax.Array, weight: jax.Array, **options: Any) -> jax.Array:
+    routing = route(logits, 2, softmax_first=True, normalise=True)
+    return combine(grouped_linear(x, weight, routing, of_tokens=True, **options), routing)
 
 
 def test_mixture_of_a_token_does_not_depend_on_its_neighbours() -> None:
-    x, weight = jnp.asarray(normal(9, 8)), jnp.asarray(normal(4, 8, 8))
-    weights, experts = softmax_then_topk(jnp.asarray(normal(9, 4)), 2, normalise=True)
+    x, weight, logits = jnp.asarray(normal(9, 8)), jnp.asarray(normal(4, 8, 8)), jnp.asarray(normal(9, 4))
     order = jnp.asarray(RNG.permutation(9))
-    mlp = lambda rows, sizes: grouped_linear(rows, weight, sizes)  # noqa: E731
-    mixed = mix_experts(x, weights, experts, 4, mlp)
-    shuffled = mix_experts(x[order], weights[order], experts[order], 4, mlp)
-    assert jnp.array_equal(mixed[order], shuffled)
+    assert jnp.array_equal(mixture(x, logits, weight)[order], mixture(x[order], logits[order], weight))
 
 
 @pytest.mark.parametrize("experts", [1, 5, 8, 32, 128])
 def test_routing_in_row_invariant_mode_is_the_same_softmax_and_leaves_no_sum_to_the_compiler(experts: int) -> None:
     logits, k = jnp.asarray(normal(6, experts)), min(experts, 4)
 
-    def route(x: jax.Array) -> tuple[Any, Any]:
-        return softmax_then_topk(x, k, normalise=True), topk_then_softmax(x, k)
+    def weights(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return route(x, k, softmax_first=True, normalise=True).weights, route(x, k, softmax_first=False).weights
 
-    assert "reduce_sum" in str(jax.make_jaxpr(route)(logits))
-    want = route(logits)
+    def float_sums() -> list[str]:
+        lines = str(jax.make_jaxpr(weights)(logits)).splitlines()
+        return [line for line in lines if "reduce_sum" in line and "f32" in line]
+
+    assert float_sums()
+    want = weights(logits)
     with RowInvariance().active():
-        assert "reduce_sum" not in str(jax.make_jaxpr(route)(logits))
-        got = route(logits)
-    for (weights, chosen), (other, same) in zip(got, want, strict=True):
-        np.testing.assert_allclose(weights, other, rtol=1e-6)
-        assert jnp.array_equal(chosen, same)
+        assert not float_sums()
+        got = weights(logits)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_with_a_fixed_tile_a_token_has_the_same_bits_alone_and_among_others(dtype: str) -> None:
     x, weight = jnp.asarray(normal(150, 32), dtype), jnp.asarray(normal(4, 32, 32), dtype)
-    weights, experts = softmax_then_topk(jnp.asarray(normal(150, 4)), 2, normalise=True)
-    mixture = jax.jit(
-        lambda x, weights, experts: mix_experts(
-            x, weights, experts, 4, lambda rows, sizes: grouped_linear(rows, weight, sizes, fixed_tile=True)
-        )
-    )
-    whole = mixture(x, weights, experts)  # more pairs than are compared with each other: sorted the other way
+    logits = jnp.asarray(normal(150, 4))
+    mix = jax.jit(partial(mixture, fixed_tile=True))
+    whole = mix(x, logits, weight)  # more pairs than are compared with each other: sorted the other way
     for few in (slice(0, 1), slice(40, 47)):
-        assert jnp.array_equal(mixture(x[few], weights[few], experts[few]), whole[few])
+        assert jnp.array_equal(mix(x[few], logits[few], weight), whole[few])
 
 
 @pytest.mark.parametrize("count", [1, 2, 32, MOST_COMPARED, MOST_COMPARED + 1])
@@ -138,23 +137,25 @@ def test_keys_are_sorted_stably(count: int) -> None:
 
 
 def test_a_step_of_decoding_sorts_nothing_and_scatters_nothing() -> None:
-    """What is around its matmuls is a launch each on a GPU."""
+    """What is around its matmuls is a launch each on a GPU, where the routing is not done by one kernel."""
 
-    def mixture(x: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:
-        return mix_experts(x, weights, experts, 5, lambda rows, sizes: rows * sizes[0])
+    def around(x: jax.Array, logits: jax.Array) -> jax.Array:
+        routing = route(logits, 2, softmax_first=False)
+        return combine(x[routing.tokens] * routing.group_sizes[0], routing)
 
-    text = jax.jit(mixture).lower(jnp.ones((4, 8)), jnp.ones((4, 2)), jnp.zeros((4, 2), jnp.int32)).as_text()
+    text = jax.jit(around).lower(jnp.ones((4, 8)), jnp.ones((4, 5))).as_text()
     assert not any(name in text for name in ("stablehlo.sort", "stablehlo.scatter", "stablehlo.while"))
 
 
 def test_the_two_routers_differ_as_they_should() -> None:
     logits = jnp.asarray([[0.0, 1.0, 2.0, 3.0]])
-    after, experts = topk_then_softmax(logits, 2)
-    kept, _ = softmax_then_topk(logits, 2, normalise=False)
-    assert experts.tolist() == [[3, 2]]
-    assert float(after.sum()) == pytest.approx(1)
-    assert float(kept.sum()) < 0.9
-    np.testing.assert_allclose(softmax_then_topk(logits, 2, normalise=True)[0], after, rtol=1e-6)
+    after = route(logits, 2, softmax_first=False)
+    kept = route(logits, 2, softmax_first=True)
+    assert after.experts.tolist() == [[3, 2]]
+    assert float(after.weights.sum()) == pytest.approx(1)
+    assert float(kept.weights.sum()) < 0.9
+    normalised = route(logits, 2, softmax_first=True, normalise=True)
+    np.testing.assert_allclose(normalised.weights, after.weights, rtol=1e-6)
 
 
 def test_tiny_models_are_functions_of_their_seed() -> None:

@@ -56,7 +56,7 @@ def test_the_plan_covers_every_row_once_and_mixes_no_groups(seed):
     plan = jax.jit(plan_tiles, static_argnums=(1, 2))(jnp.asarray(sizes, jnp.int32), rows, block)
     of_row = np.full(rows, -1)
     used = 0
-    for group, begin, end in zip(*map(np.asarray, plan[:3]), strict=True):
+    for group, begin, end in zip(*map(np.asarray, (plan.group, plan.begin, plan.end)), strict=True):
         stop = min(begin + block, end)
         if begin < stop:
             used += int(group < groups)

@@ -1,0 +1,72 @@
+"""route_experts: the shared properties of its implementations, what it refuses, CUDA lowering."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_kernels as pk
+from pallas_kernels.route_experts import triton
+from pallas_kernels.testing import RouteExpertsTests
+
+
+class TestReference(RouteExpertsTests):
+    implementation = "reference"
+
+
+class TestTriton(RouteExpertsTests):
+    implementation = "triton"
+    same_bits = False
+
+
+@pytest.mark.parametrize("softmax_first", [False, True])
+@pytest.mark.parametrize(("tokens", "experts", "k", "launches"), [(1, 32, 4, 1), (128, 128, 8, 1), (8320, 128, 8, 2)])
+def test_it_lowers_for_cuda_without_a_gpu(tokens, experts, k, launches, softmax_first, monkeypatch):
+    monkeypatch.setattr(triton, "interpret_here", lambda: False)
+    shape: Any = jax.ShapeDtypeStruct
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=None)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        run = functools.partial(pk.route_experts, k=k, softmax_first=softmax_first, implementation="triton")
+        traced = jax.jit(run).trace(shape((tokens, experts), jnp.float32), bias=shape((experts,), jnp.bfloat16))
+        assert traced.lower(lowering_platforms=("cuda",)).as_text().count("__gpu$xla.gpu.triton") == launches
+
+
+def test_what_does_not_fit_is_refused():
+    logits = jnp.ones((4, 8))
+    for call, message in (
+        (lambda: pk.route_experts(logits[0], 2, softmax_first=True), "logits must be"),
+        (lambda: pk.route_experts(logits.astype(jnp.bfloat16), 2, softmax_first=True), "in f32"),
+        (lambda: pk.route_experts(logits, 9, softmax_first=True), "k must be 1 to 8"),
+        (lambda: pk.route_experts(logits, 0, softmax_first=True), "k must be 1 to 8"),
+        (lambda: pk.route_experts(logits, 2, bias=logits, softmax_first=True), "bias must be"),
+        (lambda: pk.route_experts(logits, 2, softmax_first=False, normalise=True), "normalise is for"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    none = pk.route_experts(logits[:0], 2, softmax_first=True)
+    assert none.weights.shape == none.place.shape == (0, 2)
+    assert none.tokens.shape == (0,)
+    assert not none.group_sizes.any()
+    with pytest.raises(NotImplementedError, match="at most 512 experts"):
+        pk.route_experts(jnp.ones((1, 513)), 2, softmax_first=True, implementation="triton")
+
+
+def test_the_matmul_takes_what_was_routed():
+    """Rows read where the tokens are, with the tiles that came with the routing, and with others."""
+    routing = pk.route_experts(
+        jnp.sin(jnp.arange(60.0)).reshape(12, 5), 2, softmax_first=False, implementation="triton"
+    )
+    x, weight = jnp.sin(jnp.arange(12 * 32.0)).reshape(12, 32), jnp.cos(jnp.arange(5 * 16 * 32.0)).reshape(5, 16, 32)
+    want = pk.grouped_matmul(x[routing.tokens], weight, routing.group_sizes, implementation="reference")
+    assert routing.tiles is not None
+    for implementation in ("reference", "triton"):
+        for fixed in (False, True):
+            got = pk.grouped_matmul(
+                x, weight, routing.group_sizes, rows=routing.tokens, tiles=routing.tiles, fixed_tile=fixed,
+                implementation=implementation,
+            )  # fmt: skip
+            assert jnp.allclose(got, want, atol=1e-5)
