@@ -51,6 +51,10 @@ def cases() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
         yield f"prefill {implementation}", prefill, (q, pool, table, offsets, LENS)
         shared = functools.partial(pk.shared_prefix_attention, layer=1, implementation=implementation)
         yield f"shared {implementation}", shared, (rows, pool, table, LENS, plan)
+    for tokens, experts, k in ((100, 32, 4), (300, 128, 8)):
+        logits = rng.normal(size=(tokens, experts)).astype(np.float32)
+        route = functools.partial(_route, k=k, implementation="triton")
+        yield f"route {tokens} tokens to {experts} experts triton", route, (logits,)
     kv = rng.normal(size=(5, KV_HEADS, HEAD_DIM)).astype(jnp.bfloat16)
     ids, slots = np.array([0, 3, -1, 7, 9], np.int32), np.array([1, 63, 0, 5, 2], np.int32)
     flags = np.ones(shape[1], bool), np.ones(shape[1], np.int32)
@@ -69,6 +73,11 @@ def cases() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
         yield f"scatter {implementation}", scatter, (pool, ids, pages)
         copy = functools.partial(pk.copy_within, implementation=implementation)
         yield f"copy {implementation}", copy, (pool, ids[:2], ids[3:])
+
+
+def _route(logits: Any, k: int, implementation: str) -> Any:
+    """Without the tiles, which the reference leaves to the matmul."""
+    return pk.route_experts(logits, k, softmax_first=True, normalise=True, implementation=implementation)[:-1]
 
 
 def main() -> None:

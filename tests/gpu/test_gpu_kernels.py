@@ -15,6 +15,7 @@ from pallas_kernels.testing import (
     GroupedMatmulTests,
     PagedDecodeAttentionTests,
     RaggedPagedAttentionTests,
+    RouteExpertsTests,
     RowInvariantMatmulTests,
 )
 
@@ -38,6 +39,10 @@ class TestDispatchedDecode(PagedDecodeAttentionTests):
 
 
 class TestDispatchedGroupedMatmul(GroupedMatmulTests):
+    implementation = None  # type: ignore[assignment]
+
+
+class TestDispatchedRouting(RouteExpertsTests):
     implementation = None  # type: ignore[assignment]
 
 
