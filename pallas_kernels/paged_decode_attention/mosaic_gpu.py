@@ -22,14 +22,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import layout
+from pallas_kernels.mosaic import store_rows
 from pallas_kernels.paged_decode_attention.triton import count_splits, merge_splits
 from pallas_kernels.pallas_gpu import LOG2E, interpret_here, pool_rows, shape_key, tuned
 
 plgpu: Any = mosaic  # its classes and exports confuse the type checker
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 80, 96, 128, 256)
 DTYPES = (jnp.bfloat16, jnp.float16)
 DEFAULTS = {"block": 128, "split": 1024, "stages": 2, "num_blocks": 132}
+WIDE = {"block": 64, "stages": 2}  # of heads beyond 128: shared memory has room for no more
 ROWS = 64  # M of one wgmma
+STAGED = 128  # most columns of a result that are staged at once on their way to memory
 EMPTY_TOP = -1e30  # maximum of no keys; finite, so that differences are never inf - inf
 
 
@@ -99,6 +102,7 @@ def paged_decode_attention(
     options = {
         **DEFAULTS,
         **tuned("paged_decode_attention.mosaic_gpu", shape_key(num_heads, num_kv_heads, head_dim, q.dtype), {}),
+        **(WIDE if head_dim > 128 else {}),
         **(config or {}),
     }
     num_splits = count_splits(page_table, page_size, window, options["split"])
@@ -172,7 +176,7 @@ def _scratch(s: Shape) -> dict[str, Any]:
         "q_smem": plgpu.SMEM((2, ROWS, s.head_dim), s.dtype, transforms=operand),
         "k_smem": plgpu.SMEM((s.stages, s.block, s.head_dim), s.dtype, transforms=operand),
         "v_smem": plgpu.SMEM((s.stages, s.block, s.head_dim), s.dtype, transforms=operand),
-        "stage": plgpu.SMEM((ROWS, s.head_dim), jnp.float32),
+        "stage": plgpu.SMEM((ROWS, min(s.head_dim, STAGED)), jnp.float32),
         "lse_smem": plgpu.SMEM((ROWS,), jnp.float32),
         "q_full": plgpu.Barrier(num_arrivals=1, num_barriers=2),
         "q_free": plgpu.Barrier(num_arrivals=1, num_barriers=2),
@@ -339,13 +343,22 @@ def _consume(s: Shape, refs: dict[str, Any], item: Item, items: jax.Array, tiles
     )
     acc, top, total = lax.fori_loop(item.first, item.end, tile, start)
     plgpu.barrier_arrive(refs["q_free"].at[buffer])
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copy before has left the staging buffer
-    refs["stage"][...] = acc * _rows(1.0 / total, s.head_dim)
-    refs["lse_smem"][...] = top + jnp.log2(total)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(
-        refs["stage"].at[pl.ds(0, s.group)], refs["parts"].at[item.row, item.part, pl.ds(item.head * s.group, s.group)]
-    )
+    _write(s, refs, item, acc, top, total)
+
+
+def _write(s: Shape, refs: dict[str, Any], item: Item, acc: jax.Array, top: jax.Array, total: jax.Array) -> None:
+    """Copy the state of one split to memory, in pieces of `STAGED` columns."""
+    for column in range(0, s.head_dim, STAGED):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copy before has left the staging buffer
+        piece = acc[:, column : column + STAGED]
+        store_rows(refs["stage"], piece * _rows(1.0 / total, piece.shape[1]), simulate=s.simulate)
+        if not column:
+            refs["lse_smem"][...] = top + jnp.log2(total)
+        plgpu.commit_smem()
+        target = refs["parts"].at[item.row, item.part, pl.ds(item.head * s.group, s.group)]
+        if s.head_dim > STAGED:
+            target = target.at[:, pl.ds(column, STAGED)]
+        plgpu.copy_smem_to_gmem(refs["stage"].at[pl.ds(0, s.group)], target)
     plgpu.copy_smem_to_gmem(refs["lse_smem"], refs["lses"].at[item.row, item.part, item.head])
 
 

@@ -57,9 +57,6 @@ def sizes(
     Raises:
         NotImplementedError: dtype, head_dim, page size or scale without a kernel.
     """
-    if jax.__version_info__ >= (0, 12):
-        # 0.12 finds no bank-conflict-free transfer for some tiles, and its simulator reports a race that 0.11.2's does not.
-        raise NotImplementedError("Mosaic GPU prefill was checked with jax 0.11 only; use Triton on later ones.")
     num_tokens, num_heads, head_dim = q.shape
     page_size, num_kv_heads = layout.page_size_of(kv_pages), layout.num_kv_heads_of(kv_pages)
     if q.dtype not in DTYPES:

@@ -22,6 +22,7 @@ import jax.experimental.pallas.mosaic_gpu as mosaic_gpu_module
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.mosaic import store_rows
 from pallas_kernels.ragged_paged_attention import mosaic_schedule as schedule
 
 plgpu: Any = mosaic_gpu_module  # its annotations call concrete transforms abstract and accumulators no arrays
@@ -245,7 +246,7 @@ def consume(s: Shape, refs: dict[str, Any], item: Item, done: jax.Array) -> None
             sum_ = sum_ * keep + sink_sum * jnp.exp2(sink_top - new_top)
         acc = acc * rows(jnp.where(sum_ > 0, 1.0 / sum_, 0.0), d)
     mine = stage.at[wg, 0]
-    mine[...] = acc.astype(jnp.float32 if s.split else s.dtype)
+    store_rows(mine, acc.astype(jnp.float32 if s.split else s.dtype), simulate=s.simulate)
     plgpu.commit_smem()
     first, end = (jnp.clip(lane - wg * n, 0, n) for lane in (item.first, item.last))
     write_out(s, refs, item, mine, token=token, first=first, end=end)

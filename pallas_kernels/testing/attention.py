@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -197,6 +198,9 @@ class RaggedPagedAttentionTests(_AttentionTests):
 class PagedDecodeAttentionTests(_AttentionTests):
     """Properties of paged_decode_attention."""
 
+    fields: Mapping[str, Any] = {}
+    """Fields of the cases that no list names, for an implementation that lacks the usual heads or dtype."""
+
     def run(self, inputs: PagedInputs, *, pool: np.ndarray | None = None, implementation: str = "") -> Any:
         out, lse = jax.jit(paged_decode_attention, static_argnames=_STATIC)(
             jnp.asarray(inputs.q),
@@ -216,11 +220,12 @@ class PagedDecodeAttentionTests(_AttentionTests):
 
     @pytest.mark.parametrize("window", [None, 20])
     def test_unowned_memory_changes_no_bit(self, window: int | None) -> None:
-        self.check_poison(PagedCase("poison", ((1, 270), (1, 5), (1, 0)), window=window, sinks=True))
+        self.check_poison(PagedCase("poison", ((1, 270), (1, 5), (1, 0)), window=window, sinks=True, **self.fields))
 
     @pytest.mark.parametrize("window", [None, 20])
     def test_row_has_the_same_bits_in_any_batch(self, window: int | None) -> None:
-        case = PagedCase("batch", ((1, 100), (1, 600), (1, 0), (1, 290)), window=window, extra_columns=9)
+        rows = ((1, 100), (1, 600), (1, 0), (1, 290))
+        case = PagedCase("batch", rows, window=window, extra_columns=9, **self.fields)
         inputs = make_inputs(case, 2)
         together = self.attempt(inputs)
         for row in range(len(case.rows)):
@@ -236,7 +241,7 @@ class PagedDecodeAttentionTests(_AttentionTests):
                 assert_same_bits(got[0], want[row])
 
     def test_rows_that_share_pages_read_the_same_keys(self) -> None:
-        inputs = make_inputs(PagedCase("shared", ((1, 40), (1, 40))), 6)
+        inputs = make_inputs(PagedCase("shared", ((1, 40), (1, 40)), **self.fields), 6)
         shared = dataclasses.replace(
             inputs, q=inputs.q[[0, 0]], page_table=inputs.page_table[[0, 0]], kv_lens=np.array([40, 40], np.int32)
         )

@@ -13,6 +13,7 @@ from pallas_kernels.testing import (
     AppendKVTests,
     CopyPagesTests,
     GroupedMatmulTests,
+    PagedCase,
     PagedDecodeAttentionTests,
     RaggedPagedAttentionTests,
     RouteExpertsTests,
@@ -36,6 +37,33 @@ class TestDispatchedMatmul(RowInvariantMatmulTests):
 
 class TestDispatchedDecode(PagedDecodeAttentionTests):
     implementation = None  # type: ignore[assignment]
+
+
+class TestMosaicDecode(PagedDecodeAttentionTests):
+    """Every head_dim of the kernel, none of them refused."""
+
+    implementation = "mosaic_gpu"
+
+    @pytest.fixture(autouse=True, params=[64, 80, 96, 128, 256])
+    def _heads(self, request: pytest.FixtureRequest) -> None:
+        self.fields = {"heads": 8, "kv_heads": 2, "head_dim": request.param, "dtype": "bfloat16"}
+
+    def attempt(self, inputs, **kwargs):
+        return self.run(inputs, **kwargs)
+
+    @pytest.mark.parametrize(
+        ("page", "options"),
+        [
+            (16, {}),
+            (32, {"window": 40, "sinks": True}),
+            (64, {"window": 1, "heads": 16, "kv_heads": 1}),
+            (128, {"soft_cap": 5.0, "dtype": "float16", "heads": 4, "kv_heads": 1}),
+        ],
+        ids=["plain", "window_sinks", "window_of_one_group16", "soft_cap_f16_group4"],
+    )
+    def test_matches_float64_with_nan_in_everything_unowned(self, page, options):
+        rows = tuple((1, keys) for keys in (1, 0, 16, 150, 2500, 1024, 1025, 300))
+        self.check_against_oracle(PagedCase("mosaic", rows, page_size=page, **{**self.fields, **options}), 8)
 
 
 class TestDispatchedGroupedMatmul(GroupedMatmulTests):
@@ -102,6 +130,24 @@ def test_writes_reach_the_end_of_a_pool_of_more_than_2_to_the_32_bytes(implement
     pool = scatter(pool)
     np.testing.assert_array_equal(pool[:, last - 1], page[0])
     assert sum(int(jnp.count_nonzero(layer)) for layer in pool) == 2 * jnp.count_nonzero(page)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
+def test_decode_reads_the_end_of_a_pool_of_more_than_2_to_the_32_numbers(implementation, head_dim):
+    """The last pages of 4.4e9 numbers, 8.8 GB, give the bits that they give in a pool of their own."""
+    page_numbers = 8 * 2 * 64 * head_dim
+    pages = -(-4_400_000_000 // (2 * page_numbers))
+    own = jax.random.normal(jax.random.key(0), pool_shape(1, 3, 64, 8, head_dim), jnp.bfloat16)
+    write = jax.jit(lambda pool, own: pool.at[1, pages - 3 :].set(own[0]), donate_argnums=0)
+    pool = write(jnp.full(pool_shape(2, pages, 64, 8, head_dim), jnp.nan, jnp.bfloat16), own)
+    q = jax.random.normal(jax.random.key(1), (2, 32, head_dim), jnp.bfloat16)
+    table, lens = jnp.array([[0, 1, 2], [2, 1, -1]], jnp.int32), jnp.array([192, 100], jnp.int32)
+    attend = jax.jit(pallas_kernels.paged_decode_attention, static_argnames="implementation")
+    got = attend(q, pool, jnp.where(table < 0, -1, table + pages - 3), lens, layer=1, implementation=implementation)
+    want = attend(q, own, table, lens, layer=0, implementation=implementation)
+    np.testing.assert_array_equal(got, want)
+    assert np.isfinite(np.float32(want)).all()
 
 
 def test_half_precision_attention_runs_a_pallas_kernel():

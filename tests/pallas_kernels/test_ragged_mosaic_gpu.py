@@ -95,10 +95,6 @@ def simulate() -> None:
     print(json.dumps(report))
 
 
-later_jax = jax.__version_info__ >= (0, 12)
-needs_jax_0_11 = pytest.mark.skipif(later_jax, reason="the kernel refuses jax 0.12 and later")
-
-
 @pytest.fixture(scope="module")
 def simulated() -> dict[str, Any]:
     root = pathlib.Path(__file__).parents[2]
@@ -111,7 +107,6 @@ def simulated() -> dict[str, Any]:
     return json.loads(process.stdout.splitlines()[-1])
 
 
-@needs_jax_0_11
 @pytest.mark.parametrize("name", CASES)
 def test_simulated_kernel_matches_reference_without_races(simulated: dict[str, Any], name: str) -> None:
     """NaN outside the rows never reaches an output; padding is zero; empty rows have lse -inf."""
@@ -122,13 +117,11 @@ def test_simulated_kernel_matches_reference_without_races(simulated: dict[str, A
     assert result["padding"] == 0.0
 
 
-@needs_jax_0_11
 def test_split_keys_give_the_bits_of_one_block(simulated: dict[str, Any]) -> None:
     """One block over all chunks and one block a chunk agree in every bit, by powers of two as rescaling factors."""
     assert simulated["same_bits"]
 
 
-@needs_jax_0_11
 @pytest.mark.parametrize(
     ("dim", "page", "dtype", "case"),
     [
@@ -147,7 +140,6 @@ def test_lowers_for_cuda_without_a_gpu(dim: int, page: int, dtype: Any, case: di
     assert "mosaic_gpu" in text
 
 
-@needs_jax_0_11
 def test_unsupported_cases_say_so_in_one_sentence() -> None:
     q, kv, table, offsets, lens = batch(dtype=jnp.float32)
     with pytest.raises(NotImplementedError, match="bf16 or f16"):
@@ -178,11 +170,3 @@ def test_schedule_lists_every_tile_once_heaviest_first() -> None:
 
 if __name__ == "__main__":
     simulate()
-
-
-@pytest.mark.skipif(not later_jax, reason="jax 0.11 has the kernel")
-def test_later_jax_is_refused_so_that_dispatch_takes_triton() -> None:
-    q = jnp.zeros((8, 4, 64), jnp.bfloat16)
-    pool = jnp.zeros(layout.pool_shape(1, 4, 16, 2, 64), jnp.bfloat16)
-    with pytest.raises(NotImplementedError, match=r"jax 0\.11 only"):
-        mosaic_gpu.sizes(q, pool, jnp.zeros((1, 2), jnp.int32))

@@ -116,9 +116,6 @@ def simulate(names: list[str]) -> None:
     print(json.dumps(report))
 
 
-needs_jax_0_11 = pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="the kernel refuses jax 0.12 and later")
-
-
 def check_simulated(names: list[str]) -> None:
     root = pathlib.Path(__file__).parents[2]
     environment = {**os.environ, "NPROC": "16", "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
@@ -134,20 +131,17 @@ def check_simulated(names: list[str]) -> None:
         assert result["same_empty"], name
 
 
-@needs_jax_0_11
 def test_simulated_op_agrees_with_float64_without_races() -> None:
     """Nothing that no row owns, and no state that was not written, reaches an output."""
     check_simulated([name for name, simulated in CASES.items() if not simulated.slow])
 
 
-@needs_jax_0_11
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, simulated in CASES.items() if simulated.slow])
 def test_more_simulated_shapes_agree_with_float64(name: str) -> None:
     check_simulated([name])
 
 
-@needs_jax_0_11
 @pytest.mark.parametrize(
     ("heads", "head_dim", "page", "dtype", "config"),
     [
@@ -181,7 +175,6 @@ def test_lowers_for_cuda_without_a_gpu(heads, head_dim, page, dtype, config, mon
     assert text.count("__gpu$xla.gpu.triton") == 2  # own splits and merge
 
 
-@needs_jax_0_11
 @pytest.mark.parametrize(
     ("heads", "head_dim", "dtype", "rows_per_tile", "options", "message"),
     [
@@ -207,7 +200,6 @@ def test_unsupported_cases_say_so_in_one_sentence(heads, head_dim, dtype, rows_p
         )  # fmt: skip
 
 
-@needs_jax_0_11
 def test_rows_per_tile_are_those_of_the_implementation_that_will_run(monkeypatch) -> None:
     def group(num_heads: int | None, head_dim: int = 128, dtype: Any = jnp.bfloat16, **options: Any) -> pk.LayerGroup:
         return pk.LayerGroup((0,), 8, head_dim, dtype, num_heads=num_heads, **options)
