@@ -28,7 +28,7 @@ import numpy as np
 
 from benchmarks.engine_phases import phase_times
 from benchmarks.model_costs import FULL, TINY, Costs, Rates, make_model, measure_rates
-from benchmarks.profiling import kernel_times
+from benchmarks.profiling import Timeline, kernel_times, timeline
 from prefix_reuse import Engine, EngineConfig, SamplingParams
 from prefix_reuse.deterministic import ONE_PROGRAM, deterministic_means
 from prefix_reuse.plan import pages_for
@@ -459,7 +459,7 @@ class Bench:
 
     def _profile_warm(self, engine: Engine, base: np.ndarray) -> None:
         at = self.lengths
-        print_kernels("a warm TTFT", kernel_times(lambda: first_token(engine, self._after(base, at.new))), 1)
+        print_timeline("a warm TTFT", timeline(lambda: first_token(engine, self._after(base, at.new))))
         runs = [phase_times(engine, lambda: first_token(engine, self._after(base, at.new))) for _ in range(5)]
         print_phases("a warm TTFT", runs)
 
@@ -578,6 +578,16 @@ def print_kernels(what: str, times: dict[str, tuple[float, int]], calls: int) ->
     print(f"    kernels of {what}: {total:.3f} ms, {sum(n for _, n in times.values()) // calls} launches", flush=True)
     for name, (ms, count) in list(times.items())[:14]:
         print(f"      {ms / calls:9.4f} ms  x{count / calls:<7.1f} {name[:110]}", flush=True)
+
+
+def print_timeline(what: str, found: Timeline) -> None:
+    print_kernels(what, found.kernels, 1)
+    print(f"    first to last kernel {found.span:.3f} ms; longest waits, by the kernel that ended them", flush=True)
+    for title, times in (("", found.gaps), ("    host calls", found.host)):
+        if title:
+            print(title, flush=True)
+        for name, (ms, count) in list(times.items())[:24]:
+            print(f"      {ms:9.4f} ms  x{count:<5d} {name[:110]}", flush=True)
 
 
 def print_phases(what: str, runs: Sequence[dict[str, tuple[float, int]]]) -> None:
