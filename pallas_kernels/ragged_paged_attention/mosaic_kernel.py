@@ -261,7 +261,7 @@ def consume(s: Shape, refs: dict[str, Any], item: Item, done: jax.Array) -> None
     mine = stage.at[wg, 0]
     acc = acc.astype(s.out_dtype)
     if not s.row_padding:
-        store_rows(mine, acc, simulate=s.simulate)
+        store_rows(mine, acc)
         plgpu.commit_smem()
     first, end = (jnp.clip(lane - wg * n, 0, n) for lane in (item.first, item.last))
     write_out(s, refs, item, acc, mine, token=token, first=first, end=end)
@@ -476,7 +476,7 @@ def write_out(
     head = item.heads * s.heads_per_tile
 
     def put(ref: Any) -> None:
-        store_rows(ref, acc, simulate=s.simulate)
+        store_rows(ref, acc)
         plgpu.commit_smem()
 
     whole = (first == 0) & (end == n)
