@@ -39,6 +39,12 @@ PREFERENCE: dict[str, tuple[str, tuple[str, ...]]] = {
     "scatter_pages": ("copy_pages", ("triton", "mosaic_gpu", "reference")),
     "copy_within": ("copy_pages", ("triton", "mosaic_gpu", "reference")),
 }
+# (op, implementation) -> head dims that run when the implementation is named, and that the choice passes over until they have
+# been timed beside the next one.
+UNTIMED: dict[tuple[str, str], tuple[int, ...]] = {
+    ("ragged_paged_attention", "mosaic_gpu"): (80, 96),
+    ("shared_prefix_attention", "mosaic_gpu"): (80, 96),
+}
 IMPLEMENTATIONS = ("reference", "triton", "mosaic_gpu")
 
 _calls: Counter[tuple[str, str]] = Counter()
@@ -118,8 +124,8 @@ def call(op: str, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
         if name == "reference":
             break
         try:
-            if name == "mosaic_gpu" and _before_hopper():
-                raise NotImplementedError("Mosaic GPU kernels need Hopper (compute capability 9.0) or later.")
+            if reason := _passed_over(op, name, args[0].shape[-1]):
+                raise NotImplementedError(reason)
             result = load(op, name)(*args, **kwargs)
         except (NotImplementedError, ImportError) as error:
             _count_fallback(op, name, error)
@@ -136,11 +142,20 @@ def count(op: str, implementation: str) -> None:
     _calls[op, implementation] += 1
 
 
-def candidates(op: str, implementation: str | None) -> tuple[str, ...]:
-    """What `call` would try on this device, in order: the first that supports the case runs."""
+def candidates(op: str, implementation: str | None, head_dim: int) -> tuple[str, ...]:
+    """What `call` would try on this device for heads of this size, in order: the first that supports the case runs."""
     if implementation is not None:
         return (implementation,)
-    return tuple(name for name in _preferred(op) if name != "mosaic_gpu" or not _before_hopper())
+    return tuple(name for name in _preferred(op) if not _passed_over(op, name, head_dim))
+
+
+def _passed_over(op: str, name: str, last_axis: int) -> str:
+    """Why the choice does not take this implementation though it might run; empty if it does."""
+    if name == "mosaic_gpu" and _before_hopper():
+        return "Mosaic GPU kernels need Hopper (compute capability 9.0) or later."
+    if last_axis in UNTIMED.get((op, name), ()):
+        return f"heads of {last_axis} have not been timed yet; name the implementation to run it."
+    return ""
 
 
 def _preferred(op: str) -> tuple[str, ...]:

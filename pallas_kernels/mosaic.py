@@ -10,13 +10,12 @@ import jax.experimental.pallas.mosaic_gpu as mosaic
 _store: Any = getattr(mosaic, "store", None)  # since 0.12
 
 
-def store_rows(ref: Any, value: jax.Array, *, simulate: bool) -> None:
-    """`ref[...] = value` for a buffer in plain rows, whose columns of one accumulator share banks of shared memory.
+def store_rows(ref: Any, value: jax.Array) -> None:
+    """`ref[...] = value` for an accumulator that goes to a buffer in plain rows, where writes share banks of shared memory.
 
-    jax 0.12 refuses such an assignment, which 0.11 writes as it is, unless it is told that conflicts do not matter here;
-    its simulator does not know that call.
+    0.11 makes such an assignment as it is; 0.12 refuses it ("avoids bank conflicts") unless told that conflicts do not matter.
     """
-    if _store is None or simulate:
+    if _store is None:
         ref[...] = value
     else:
         _store(ref, value, optimized=False)

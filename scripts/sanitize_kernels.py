@@ -56,11 +56,13 @@ def cases() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
         route = functools.partial(_route, k=k, implementation="triton")
         yield f"route {tokens} tokens to {experts} experts triton", route, (logits,)
     for head_dim in (80, 96, 256):
-        heads = rng.normal(size=(len(LENS), HEADS, head_dim)).astype(jnp.bfloat16)
+        heads = rng.normal(size=(int(Q_LENS.sum()), HEADS, head_dim)).astype(jnp.bfloat16)
         other_pool = rng.normal(size=(*shape[:-1], head_dim)).astype(jnp.bfloat16)
         for implementation in ("triton", "mosaic_gpu"):
             run = functools.partial(pk.paged_decode_attention, layer=1, implementation=implementation)
-            yield f"decode heads of {head_dim} {implementation}", run, (heads, other_pool, table, LENS)
+            yield f"decode heads of {head_dim} {implementation}", run, (heads[: len(LENS)], other_pool, table, LENS)
+            prefill = functools.partial(pk.ragged_paged_attention, layer=1, implementation=implementation)
+            yield f"prefill heads of {head_dim} {implementation}", prefill, (heads, other_pool, table, offsets, LENS)
     kv = rng.normal(size=(5, KV_HEADS, HEAD_DIM)).astype(jnp.bfloat16)
     ids, slots = np.array([0, 3, -1, 7, 9], np.int32), np.array([1, 63, 0, 5, 2], np.int32)
     flags = np.ones(shape[1], bool), np.ones(shape[1], np.int32)

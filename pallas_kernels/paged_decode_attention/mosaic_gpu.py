@@ -351,7 +351,7 @@ def _write(s: Shape, refs: dict[str, Any], item: Item, acc: jax.Array, top: jax.
     for column in range(0, s.head_dim, STAGED):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copy before has left the staging buffer
         piece = acc[:, column : column + STAGED]
-        store_rows(refs["stage"], piece * _rows(1.0 / total, piece.shape[1]), simulate=s.simulate)
+        store_rows(refs["stage"], piece * _rows(1.0 / total, piece.shape[1]))
         if not column:
             refs["lse_smem"][...] = top + jnp.log2(total)
         plgpu.commit_smem()

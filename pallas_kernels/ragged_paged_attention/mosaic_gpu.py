@@ -21,7 +21,7 @@ from pallas_kernels.ragged_paged_attention import mosaic_kernel as kernel
 from pallas_kernels.ragged_paged_attention import mosaic_schedule as schedule
 from pallas_kernels.ragged_paged_attention.chunk_merge import merge_chunks
 
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 80, 96, 128)
 DTYPES = (jnp.bfloat16, jnp.float16)
 TUNED = json.loads((pathlib.Path(__file__).parent / "mosaic_tuned.json").read_text())
 MAX_PARTIAL_BYTES = 512 << 20  # f32 partial sums of a split

@@ -64,6 +64,16 @@ class Shape:
         """Tokens of one consumer."""
         return ROWS // self.heads_per_tile
 
+    @property
+    def out_dtype(self) -> Any:
+        """What results leave in."""
+        return jnp.float32 if self.split else self.dtype
+
+    @property
+    def row_padding(self) -> int:
+        """Numbers that lie between two results in shared memory where each is to be copied alone, from whole 128 bytes."""
+        return -self.head_dim % (128 // jnp.dtype(self.out_dtype).itemsize)
+
 
 def tiled(minor: int, dtype: Any) -> tuple[Any, ...]:
     """Transforms of an SMEM buffer for wgmma: widest swizzle that the minor dimension allows."""
@@ -76,18 +86,21 @@ def scratch(s: Shape) -> dict[str, Any]:
     """Shared memory and barriers of the kernel."""
     d, operand = s.head_dim, tiled(s.head_dim, s.dtype)
     copies = max(1, s.block_kv // s.page_size)
-    stage = plgpu.SMEM((CONSUMERS, 1, ROWS, d), jnp.float32 if s.split else s.dtype)
+    stage = plgpu.SMEM((CONSUMERS, 1, ROWS, d), s.out_dtype)
     if s.merge_chunks:
-        # Twice the rows, so that a consumer's half is the same bytes in both views and nobody touches the other's. The
-        # simulator knows unions only as a whole: there, they are two buffers.
-        stage = plgpu.SMEM((CONSUMERS, 2, ROWS, d), s.dtype)
         total = plgpu.SMEM((CONSUMERS, ROWS, d), jnp.float32, transforms=tiled(d, jnp.float32))
-        stage = (stage, total) if s.simulate else plgpu.RefUnion(stage, total)
+        if s.simulate or s.row_padding:  # the simulator knows unions only as a whole; narrow heads have room for both
+            stage = (stage, total)
+        else:
+            # Twice the rows, so that a consumer's half is the same bytes in both views and nobody touches the other's.
+            stage = plgpu.RefUnion(plgpu.SMEM((CONSUMERS, 2, ROWS, d), s.dtype), total)
+    padded = plgpu.SMEM((CONSUMERS, ROWS, d + s.row_padding), s.out_dtype)
     refs = {
         "q_smem": plgpu.SMEM((CONSUMERS, ROWS, d), s.dtype, transforms=operand),
         "k_smem": plgpu.SMEM((s.stages, s.block_kv, d), s.dtype, transforms=operand),
         "v_smem": plgpu.SMEM((s.stages, s.block_kv, d), s.dtype, transforms=operand),
         "stage": stage,
+        "padded": padded if s.row_padding else None,
         "stats_smem": plgpu.SMEM((CONSUMERS, 2, ROWS), jnp.float32) if s.want_stats else None,
         "q_full": plgpu.Barrier(num_arrivals=s.heads_per_tile, num_barriers=CONSUMERS),
         "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=s.stages),
@@ -246,10 +259,12 @@ def consume(s: Shape, refs: dict[str, Any], item: Item, done: jax.Array) -> None
             sum_ = sum_ * keep + sink_sum * jnp.exp2(sink_top - new_top)
         acc = acc * rows(jnp.where(sum_ > 0, 1.0 / sum_, 0.0), d)
     mine = stage.at[wg, 0]
-    store_rows(mine, acc.astype(jnp.float32 if s.split else s.dtype), simulate=s.simulate)
-    plgpu.commit_smem()
+    acc = acc.astype(s.out_dtype)
+    if not s.row_padding:
+        store_rows(mine, acc)
+        plgpu.commit_smem()
     first, end = (jnp.clip(lane - wg * n, 0, n) for lane in (item.first, item.last))
-    write_out(s, refs, item, mine, token=token, first=first, end=end)
+    write_out(s, refs, item, acc, mine, token=token, first=first, end=end)
 
 
 def empty(s: Shape) -> Any:
@@ -441,25 +456,48 @@ def write_stats(refs: dict[str, Any], item: Item, top: jax.Array, sum_: jax.Arra
 
 
 def write_out(
-    s: Shape, refs: dict[str, Any], item: Item, stage: Any, *, token: jax.Array, first: jax.Array, end: jax.Array
+    s: Shape,
+    refs: dict[str, Any],
+    item: Item,
+    acc: jax.Array,
+    stage: Any,
+    *,
+    token: jax.Array,
+    first: jax.Array,
+    end: jax.Array,
 ) -> None:
-    """Copy the row's own tokens: whole boxes if all are, else one by one (the others are another item's)."""
+    """Copy the row's own tokens: whole boxes if all are, else one by one (the others are another item's).
+
+    A copy begins at whole 128 bytes of shared memory. Where results are no such number, they lie close together for boxes
+    and with `row_padding` in between to be copied alone; else `stage` holds them already.
+    """
     n = s.tokens
     out = refs["out"].at[item.chunk] if s.split else refs["out"]
     head = item.heads * s.heads_per_tile
+
+    def put(ref: Any) -> None:
+        store_rows(ref, acc)
+        plgpu.commit_smem()
 
     whole = (first == 0) & (end == n)
 
     @pl.when(whole)
     def _all() -> None:
+        if s.row_padding:
+            put(stage)
         for g in range(s.heads_per_tile):
             plgpu.copy_smem_to_gmem(stage.at[pl.ds(g * n, n)], out.at[pl.ds(token, n), head + g])
 
     @pl.when(jnp.logical_not(whole))
     def _some() -> None:
+        rows = stage
+        if s.row_padding:
+            rows = refs["padded"].at[lax.axis_index("wg"), :, pl.ds(0, s.head_dim)]
+            put(rows)
+
         def one(i: jax.Array, _: None) -> None:
             for g in range(s.heads_per_tile):
-                plgpu.copy_smem_to_gmem(stage.at[g * n + i], out.at[token + i, head + g])
+                plgpu.copy_smem_to_gmem(rows.at[g * n + i], out.at[token + i, head + g])
 
         lax.fori_loop(first, end, one, None)
 

@@ -204,7 +204,7 @@ def rows_per_tile(
     if group.num_heads is None:
         return ROWS_PER_TILE
     op, heads = "shared_prefix_attention", group.num_heads // group.num_kv_heads
-    for name in dispatch.candidates(op, implementation):
+    for name in dispatch.candidates(op, implementation, group.head_dim):
         try:
             return dispatch.load(op, name, "rows_per_tile")(group, heads, page_size, split)
         except (NotImplementedError, ImportError):  # as in `dispatch.call`, which will report it

@@ -40,6 +40,8 @@ class _AttentionTests:
     """Common part; a subclass sets `implementation`."""
 
     implementation: str = "reference"
+    fields: Mapping[str, Any] = {}
+    """Fields of the cases that no list names, for an implementation that lacks the usual heads or dtype."""
 
     def run(self, inputs: PagedInputs, *, pool: np.ndarray | None = None, implementation: str = "") -> Any:
         """`(out, lse)` as numpy arrays."""
@@ -111,18 +113,20 @@ class RaggedPagedAttentionTests(_AttentionTests):
         self.check_against_oracle(case, seed=RAGGED_CASES.index(case))
 
     def test_padding_tokens_are_zero_and_empty(self) -> None:
-        inputs = make_inputs(PagedCase("padding", ((3, 20),), padding=13), 1)
+        inputs = make_inputs(PagedCase("padding", ((3, 20),), padding=13, **self.fields), 1)
         out, lse = self.attempt(inputs)
         assert not np.any(out[3:])
         assert np.all(np.isneginf(lse[3:]))
 
     @pytest.mark.parametrize("window", [None, 20])
     def test_unowned_memory_changes_no_bit(self, window: int | None) -> None:
-        self.check_poison(PagedCase("poison", ((20, 270), (3, 5), (0, 0)), window=window, padding=9, sinks=True))
+        rows = ((20, 270), (3, 5), (0, 0))
+        self.check_poison(PagedCase("poison", rows, window=window, padding=9, sinks=True, **self.fields))
 
     def test_row_has_the_same_bits_in_any_batch(self) -> None:
         """Alone, or packed behind others with a wider table and more padding: the same program shape is not needed."""
-        case = PagedCase("batch", ((30, 100), (40, 300), (1, 290)), padding=10, extra_columns=9)
+        rows = ((30, 100), (40, 300), (1, 290))
+        case = PagedCase("batch", rows, padding=10, extra_columns=9, **self.fields)
         inputs = make_inputs(case, 2)
         together = self.attempt(inputs)
         for row, (queries, _) in enumerate(case.rows):
@@ -142,7 +146,7 @@ class RaggedPagedAttentionTests(_AttentionTests):
     @pytest.mark.parametrize("window", [None, 40])
     def test_chunks_split_at_page_edges_have_the_same_bits(self, window: int | None) -> None:
         """One call of 96 queries, or calls of 16, 48 and 32 whose keys grow: one row, keys 208..303."""
-        case = PagedCase("split", ((96, 304),), window=window, sinks=True)
+        case = PagedCase("split", ((96, 304),), window=window, sinks=True, **self.fields)
         inputs = make_inputs(case, 3)
         whole = self.attempt(inputs)
         start = 0
@@ -165,7 +169,8 @@ class RaggedPagedAttentionTests(_AttentionTests):
 
     def check_fixed_tile(self, dtype: str) -> None:
         """A row of 40 queries in one call, and its last three with one query a row, as in decode, beside a longer row."""
-        inputs = make_inputs(PagedCase("fixed tile", ((40, 300), (1, 330)), window=70, sinks=True, dtype=dtype), 5)
+        fields = {**self.fields, "dtype": dtype}
+        inputs = make_inputs(PagedCase("fixed tile", ((40, 300), (1, 330)), window=70, sinks=True, **fields), 5)
         out, lse = self.attempt(inputs, fixed_tile=True)
         bar = REFERENCE_BARS.get(dtype, F32_BAR)
         np.testing.assert_allclose(out.astype(np.float64), attention_oracle(inputs)[0], atol=bar, rtol=0)
@@ -181,7 +186,7 @@ class RaggedPagedAttentionTests(_AttentionTests):
                 assert_same_bits(got, want[[at, 40]])
 
     def test_static_and_traced_layer_have_the_same_bits(self) -> None:
-        inputs = make_inputs(PagedCase("layer", ((5, 20),)), 4)
+        inputs = make_inputs(PagedCase("layer", ((5, 20),), **self.fields), 4)
         traced = self.attempt(inputs)
         out = ragged_paged_attention(
             jnp.asarray(inputs.q),
@@ -197,9 +202,6 @@ class RaggedPagedAttentionTests(_AttentionTests):
 
 class PagedDecodeAttentionTests(_AttentionTests):
     """Properties of paged_decode_attention."""
-
-    fields: Mapping[str, Any] = {}
-    """Fields of the cases that no list names, for an implementation that lacks the usual heads or dtype."""
 
     def run(self, inputs: PagedInputs, *, pool: np.ndarray | None = None, implementation: str = "") -> Any:
         out, lse = jax.jit(paged_decode_attention, static_argnames=_STATIC)(

@@ -39,31 +39,56 @@ class TestDispatchedDecode(PagedDecodeAttentionTests):
     implementation = None  # type: ignore[assignment]
 
 
-class TestMosaicDecode(PagedDecodeAttentionTests):
-    """Every head_dim of the kernel, none of them refused."""
+class _NeverRefused:
+    """Every case has to run."""
 
     implementation = "mosaic_gpu"
 
+    def attempt(self, inputs, **kwargs):
+        return self.run(inputs, **kwargs)  # type: ignore[attr-defined]
+
+    def use_heads_of(self, head_dim: int) -> None:
+        self.fields = {"heads": 8, "kv_heads": 2, "head_dim": head_dim, "dtype": "bfloat16"}
+
+
+MOSAIC_OPTIONS = pytest.mark.parametrize(
+    ("page", "options"),
+    [
+        (16, {}),
+        (32, {"window": 40, "sinks": True}),
+        (64, {"window": 1, "heads": 16, "kv_heads": 1}),
+        (128, {"soft_cap": 5.0, "dtype": "float16", "heads": 4, "kv_heads": 1}),
+    ],
+    ids=["plain", "window_sinks", "window_of_one_group16", "soft_cap_f16_group4"],
+)
+
+
+class TestMosaicDecode(_NeverRefused, PagedDecodeAttentionTests):  # type: ignore[misc]
     @pytest.fixture(autouse=True, params=[64, 80, 96, 128, 256])
     def _heads(self, request: pytest.FixtureRequest) -> None:
-        self.fields = {"heads": 8, "kv_heads": 2, "head_dim": request.param, "dtype": "bfloat16"}
+        self.use_heads_of(request.param)
 
-    def attempt(self, inputs, **kwargs):
-        return self.run(inputs, **kwargs)
-
-    @pytest.mark.parametrize(
-        ("page", "options"),
-        [
-            (16, {}),
-            (32, {"window": 40, "sinks": True}),
-            (64, {"window": 1, "heads": 16, "kv_heads": 1}),
-            (128, {"soft_cap": 5.0, "dtype": "float16", "heads": 4, "kv_heads": 1}),
-        ],
-        ids=["plain", "window_sinks", "window_of_one_group16", "soft_cap_f16_group4"],
-    )
+    @MOSAIC_OPTIONS
     def test_matches_float64_with_nan_in_everything_unowned(self, page, options):
         rows = tuple((1, keys) for keys in (1, 0, 16, 150, 2500, 1024, 1025, 300))
         self.check_against_oracle(PagedCase("mosaic", rows, page_size=page, **{**self.fields, **options}), 8)
+
+
+class TestMosaicPrefill(_NeverRefused, RaggedPagedAttentionTests):  # type: ignore[misc]
+    """Tiles that are one row's alone, and tiles of several, whose tokens leave one by one; rows of more than a chunk."""
+
+    @pytest.fixture(autouse=True, params=[64, 80, 96, 128])
+    def _heads(self, request: pytest.FixtureRequest) -> None:
+        self.use_heads_of(request.param)
+
+    @MOSAIC_OPTIONS
+    def test_matches_float64_with_nan_in_everything_unowned(self, page, options):
+        rows = ((70, 600), (0, 20), (1, 1), (130, 2300), (3, 33), (17, 17), (200, 4200))
+        case = PagedCase("mosaic", rows, page_size=page, padding=5, **{**self.fields, **options})
+        self.check_against_oracle(case, 9)
+
+    def test_with_a_fixed_tile_calls_of_any_size_have_the_same_bits(self):
+        self.check_fixed_tile("bfloat16")
 
 
 class TestDispatchedGroupedMatmul(GroupedMatmulTests):

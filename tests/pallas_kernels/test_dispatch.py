@@ -101,3 +101,28 @@ def test_older_cards_pass_over_mosaic_with_a_counted_reason(monkeypatch: pytest.
     report = pallas_kernels.dispatch_report()["append_kv"]
     assert report["reference"] == 1
     assert any("Hopper" in reason for reason in report["fallback_reasons"])
+
+
+def test_head_dims_that_were_not_timed_are_passed_over_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = "ragged_paged_attention"
+    monkeypatch.setattr(dispatch, "_platform", lambda: "cuda")
+    monkeypatch.setattr(dispatch, "_before_hopper", lambda: False)
+    for name in ("triton", "mosaic_gpu"):
+        module = types.ModuleType(f"pallas_kernels.{op}.{name}")
+        setattr(module, op, lambda q, *args, name=name, **options: (name, None))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def ran(head_dim: int, implementation: str | None = None) -> Any:
+        pool = jnp.zeros(layout.pool_shape(1, 2, 16, 1, head_dim))
+        table, lens = jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
+        return pallas_kernels.ragged_paged_attention(
+            jnp.zeros((1, 4, head_dim)), pool, table, jnp.arange(2, dtype=jnp.int32), lens, layer=0,
+            implementation=implementation,
+        )  # fmt: skip
+
+    assert [ran(head_dim) for head_dim in (64, 80, 96, 128)] == ["mosaic_gpu", "triton", "triton", "mosaic_gpu"]
+    assert ran(80, "mosaic_gpu") == "mosaic_gpu"
+    reasons = pallas_kernels.dispatch_report()[op]["fallback_reasons"]
+    assert any("heads of 80 have not been timed" in reason for reason in reasons)
+    assert dispatch.candidates(op, None, 96) == ("triton", "reference")
+    assert dispatch.candidates(op, None, 64) == ("mosaic_gpu", "triton", "reference")

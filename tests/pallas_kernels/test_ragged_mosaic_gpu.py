@@ -21,12 +21,22 @@ import pytest
 from pallas_kernels import layout
 from pallas_kernels.ragged_paged_attention import mosaic_gpu, mosaic_schedule, reference
 
-ROWS = ((5, 70), (0, 0), (11, 130))  # new tokens, total tokens
+ROWS = (
+    (5, 70),
+    (0, 0),
+    (27, 130),
+)  # new tokens, total tokens; the second consumer's 16 tokens are all of the third row
 CASES: dict[str, dict[str, Any]] = {
     "whole": {"config": {"chunk": 64, "split": False}},
     "split": {"config": {"chunk": 64, "split": True}},
     "options": {"config": {"chunk": 64, "split": False}, "window": 40, "sinks": True, "soft_cap": 20.0},
     "split options": {"config": {"chunk": 64, "split": True}, "window": 40, "sinks": True, "soft_cap": 20.0},
+    "d80": {"config": {"chunk": 64, "split": False}, "dim": 80, "page": 32, "window": 40, "sinks": True},
+    "d80 split": {"config": {"chunk": 64, "split": True}, "dim": 80, "page": 32, "window": 40, "sinks": True},
+}
+SLOW_CASES: dict[str, dict[str, Any]] = {
+    "d96": {"config": {"chunk": 64, "split": False}, "dim": 96, "page": 128, "dtype": jnp.float16},
+    "d96 split": {"config": {"chunk": 64, "split": True}, "dim": 96, "page": 128, "dtype": jnp.float16},
 }
 SMALL = {"num_blocks": 1, "block_kv": 64, "stages": 2}
 
@@ -68,14 +78,16 @@ def options(case: dict[str, Any], dim: int = 64) -> dict[str, Any]:
     }
 
 
-def simulate() -> None:
-    """Runs every case in the simulator and prints errors against the reference as JSON."""
+def simulate(names: list[str]) -> None:
+    """Runs cases in the simulator and prints errors against the reference as JSON."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     report, outs = {}, {}
-    for name, case in CASES.items():
-        arguments, keywords = batch(window=case.get("window")), options(case)
+    for name in names:
+        case = {**CASES, **SLOW_CASES}[name]
+        kind = {key: case[key] for key in ("dim", "page", "dtype", "window") if key in case}
+        arguments, keywords = batch(**kind), options(case, case.get("dim", 64))
 
         def run(*arrays: jax.Array, case: Any = case, keywords: Any = keywords) -> Any:
             config = {**SMALL, **case["config"]}
@@ -91,35 +103,53 @@ def simulate() -> None:
             "padding": float(np.abs(got[0][-3:]).max()),
         }
         outs[name] = got[0]
-    report["same_bits"] = bool((outs["whole"] == outs["split"]).all())
+        if name.endswith("split"):
+            report[name]["same_bits"] = bool((outs[name.removesuffix("split").strip() or "whole"] == outs[name]).all())
     print(json.dumps(report))
 
 
-@pytest.fixture(scope="module")
-def simulated() -> dict[str, Any]:
+def run_simulation(names: list[str]) -> dict[str, Any]:
     root = pathlib.Path(__file__).parents[2]
     environment = {**os.environ, "NPROC": "16", "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
     process = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=600, check=False
+        [sys.executable, __file__, *names], capture_output=True, text=True, env=environment, timeout=600, check=False
     )
     assert process.returncode == 0, process.stderr[-3000:]
     assert "RACE" not in process.stdout + process.stderr
     return json.loads(process.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_simulated_kernel_matches_reference_without_races(simulated: dict[str, Any], name: str) -> None:
-    """NaN outside the rows never reaches an output; padding is zero; empty rows have lse -inf."""
-    result = simulated[name]
+@pytest.fixture(scope="module")
+def simulated() -> dict[str, Any]:
+    return run_simulation(list(CASES))
+
+
+def check(result: dict[str, Any]) -> None:
     assert result["out"] < 5e-3
     assert result["lse"] < 1e-4
     assert result["same_empty"]
     assert result["padding"] == 0.0
 
 
-def test_split_keys_give_the_bits_of_one_block(simulated: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_simulated_kernel_matches_reference_without_races(simulated: dict[str, Any], name: str) -> None:
+    """NaN outside the rows never reaches an output; padding is zero; empty rows have lse -inf."""
+    check(simulated[name])
+
+
+@pytest.mark.parametrize("name", ["split", "d80 split"])
+def test_split_keys_give_the_bits_of_one_block(simulated: dict[str, Any], name: str) -> None:
     """One block over all chunks and one block a chunk agree in every bit, by powers of two as rescaling factors."""
-    assert simulated["same_bits"]
+    assert simulated[name]["same_bits"]
+
+
+@pytest.mark.slow
+def test_more_simulated_heads_match_reference_without_races() -> None:
+    report = run_simulation(list(SLOW_CASES))
+    assert list(report) == list(SLOW_CASES)
+    for result in report.values():
+        check(result)
+    assert report["d96 split"]["same_bits"]
 
 
 @pytest.mark.parametrize(
@@ -127,6 +157,10 @@ def test_split_keys_give_the_bits_of_one_block(simulated: dict[str, Any]) -> Non
     [
         (128, 16, jnp.bfloat16, {"config": {"chunk": 128, "split": False}, "window": 40, "sinks": True}),
         (64, 64, jnp.float16, {"config": {"chunk": 128, "split": True}, "soft_cap": 20.0}),
+        (80, 16, jnp.float16, {"config": {"chunk": 128, "split": False}, "window": 40, "sinks": True}),
+        (80, 64, jnp.bfloat16, {"config": {"chunk": 128, "split": True}, "soft_cap": 20.0}),
+        (96, 128, jnp.bfloat16, {"config": {"chunk": 128, "split": False}, "sinks": True}),
+        (96, 32, jnp.bfloat16, {"config": {"chunk": 128, "split": True}}),
     ],
 )
 def test_lowers_for_cuda_without_a_gpu(dim: int, page: int, dtype: Any, case: dict[str, Any]) -> None:
@@ -144,9 +178,9 @@ def test_unsupported_cases_say_so_in_one_sentence() -> None:
     q, kv, table, offsets, lens = batch(dtype=jnp.float32)
     with pytest.raises(NotImplementedError, match="bf16 or f16"):
         mosaic_gpu.ragged_paged_attention(q, kv, table, offsets, lens, **options({}))
-    q, kv, table, offsets, lens = batch(dim=80)
+    q, kv, table, offsets, lens = batch(dim=112)
     with pytest.raises(NotImplementedError, match="head_dim"):
-        mosaic_gpu.ragged_paged_attention(q, kv, table, offsets, lens, **options({}, 80))
+        mosaic_gpu.ragged_paged_attention(q, kv, table, offsets, lens, **options({}, 112))
 
 
 def test_schedule_lists_every_tile_once_heaviest_first() -> None:
@@ -169,4 +203,4 @@ def test_schedule_lists_every_tile_once_heaviest_first() -> None:
 
 
 if __name__ == "__main__":
-    simulate()
+    simulate(sys.argv[1:])

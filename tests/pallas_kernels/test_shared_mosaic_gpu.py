@@ -58,6 +58,8 @@ CASES = {
         Simulated(paged("group4_dim64_sinks", 4, 1, 64, sinks=True), 32, ended=True),
         Simulated(paged("group8_dim128_soft_cap", 8, 1, 128, soft_cap=5.0, dtype=jnp.float16), 16),
         Simulated(paged("group4_dim128_two_kv_heads", 8, 2, 128, page_size=32, sinks=True, scale=0.2), 16, slow=True),
+        Simulated(paged("group4_dim80_page32", 4, 1, 80, page_size=32, sinks=True), 32, slow=True),
+        Simulated(paged("group8_dim96", 8, 1, 96, dtype=jnp.float16), 16, slow=True),
         Simulated(paged("nothing_shared", 4, 1, 64), 32, slow=True, groups=()),
         Simulated(paged("group3_dim64", 3, 1, 64, page_size=64), 128, slow=True),
         Simulated(
@@ -148,6 +150,8 @@ def test_more_simulated_shapes_agree_with_float64(name: str) -> None:
         (8, 128, 16, jnp.bfloat16, {}),
         (16, 64, 64, jnp.float16, {}),
         (8, 128, 32, jnp.bfloat16, {"block_kv": 64, "stages": 4}),
+        (8, 80, 16, jnp.bfloat16, {}),
+        (8, 96, 64, jnp.float16, {}),
     ],
 )
 def test_lowers_for_cuda_without_a_gpu(heads, head_dim, page, dtype, config, monkeypatch) -> None:
@@ -180,7 +184,7 @@ def test_lowers_for_cuda_without_a_gpu(heads, head_dim, page, dtype, config, mon
     [
         (8, 64, jnp.bfloat16, 16, {"window": 3000}, "no window"),
         (8, 64, jnp.float32, 16, {}, "bf16 or f16"),
-        (8, 80, jnp.bfloat16, 16, {}, "head_dim"),
+        (8, 112, jnp.bfloat16, 16, {}, "head_dim"),
         (8, 64, jnp.bfloat16, 40, {}, "at most 32 rows a tile"),
         (8, 64, jnp.bfloat16, 16, {"scale": -1.0}, "positive scale"),
         (8, 64, jnp.bfloat16, 16, {"split": 64}, "splits of whole 128 keys"),
