@@ -43,6 +43,7 @@ def timeline(run: Callable[[], Any]) -> Timeline:
         if "CPU" in plane.name
         for line in plane.lines
         for event in line.events
+        if not event.name.startswith("$")  # Python functions
     ]
     kernels = _sums((name, end - start) for name, start, end in events)
     return Timeline(kernels, until - events[0][1] if events else 0.0, _sums(gaps), _sums(host))
@@ -50,7 +51,9 @@ def timeline(run: Callable[[], Any]) -> Timeline:
 
 def _planes(run: Callable[[], Any]) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        with jax.profiler.trace(folder, profiler_options=options):
             run()
         file = next(Path(folder).rglob("*.xplane.pb"))
         return list(jax.profiler.ProfileData.from_file(str(file)).planes)
