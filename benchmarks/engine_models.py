@@ -544,7 +544,7 @@ class _SamePage:
         self._transfer, self._payload = transfer, payload
 
     def offload(self, pools: Any, device_pages: Any, host_pages: np.ndarray) -> PendingCopy:
-        return PendingCopy(np.array(host_pages), (self._payload,) * len(host_pages))
+        return PendingCopy(np.array(host_pages), (self._payload,) * len(host_pages), ())
 
     def load(self, pools: Any, parts: Any, device_pages: Any, staged: Any = None) -> Any:
         raise RuntimeError("a page that was never copied to the host must not be loaded")

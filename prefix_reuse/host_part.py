@@ -18,12 +18,13 @@ import numpy as np
 class Bundle:
     """An immutable array `[N, L, *page_shape]` in host memory, and its parts that are alive."""
 
-    __slots__ = ("__weakref__", "array", "dtype", "live", "own_ref", "owner", "part_shape", "parts")
+    __slots__ = ("__weakref__", "array", "dtype", "live", "own_ref", "owner", "part_shape", "parts", "size")
 
     def __init__(self, array: jax.Array, owner: Bundles):
         self.array, self.owner = array, owner
         # Not asked of the array for each part: a load of 256 pages of two groups would begin half a millisecond later.
-        self.part_shape, self.dtype = array.shape[1:], array.dtype
+        (self.size, *shape), self.dtype = array.shape, array.dtype
+        self.part_shape = tuple(shape)
         self.own_ref: Any = weakref.ref(self)  # made now: parts may die when the interpreter ends, without its modules
         self.live = 0
         self.parts: list[weakref.ref[HostPart]] = []
@@ -38,7 +39,7 @@ class Bundle:
     def lose(self) -> None:
         """One part less. Only counts: it runs wherever the garbage collector does."""
         self.live -= 1
-        if self.live and self.live == self.array.shape[0] // 2:
+        if self.live and self.live == self.size // 2:
             self.owner.sparse.append(self.own_ref)
 
 
@@ -60,7 +61,7 @@ class HostPart:
 
     @property
     def nbytes(self) -> int:
-        return self.bundle.array.nbytes // self.bundle.array.shape[0]
+        return self.bundle.array.nbytes // self.bundle.size
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """A view of the bundle's memory, which the array that is returned keeps alive."""

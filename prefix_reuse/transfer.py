@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -44,25 +44,25 @@ WHOLE_BUNDLES = 4
 
 @dataclass(frozen=True)
 class PendingCopy:
-    """A device-to-host copy that was dispatched: the host page ids it fills and the arrays that will hold the bytes."""
+    """A device-to-host copy that was dispatched."""
 
     host_pages: np.ndarray
+    """The host page ids that it fills."""
     payloads: tuple[Payload, ...]
+    arrays: tuple[Any, ...]
+    """JAX arrays that will hold the bytes of the payloads."""
 
     @property
     def ready(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
-        return all(array.is_ready() for array in self._arrays())
+        return all(array.is_ready() for array in self.arrays)
 
     def wait(self) -> None:
         """Blocks until the bytes have landed; raises `TransferError` when they never will."""
         try:
-            jax.block_until_ready(self._arrays())
+            jax.block_until_ready(self.arrays)
         except Exception as error:
             raise TransferError(f"copy of host pages {self.host_pages.tolist()} failed: {error}") from error
-
-    def _arrays(self) -> list[Any]:
-        return list({id(p.bundle): p.bundle.array for page in self.payloads for p in page if p is not None}.values())
 
 
 def split_powers_of_two(n: int) -> list[int]:
@@ -112,28 +112,35 @@ class PageTransfer:
             host too.
           host_pages: [N]: where they belong in the host store.
         """
-        columns: list[list[HostPart | None]] = []
-        for pool, pages in zip(pools, device_pages, strict=True):
-            ids = np.ascontiguousarray(pages, np.int32)
-            present = np.flatnonzero(ids >= 0)
-            column: list[HostPart | None] = [None] * len(ids)
-            for place, part in zip(present.tolist(), self._offload(pool, ids[present]), strict=True):
-                column[place] = part
-            columns.append(column)
-        return PendingCopy(np.array(host_pages), tuple(zip(*columns, strict=True)))
+        ids = [np.ascontiguousarray(pages, np.int32) for pages in device_pages]
+        # Everything is on its way before parts are made of it.
+        arrays = [self._gather(pool, pages[pages >= 0]) for pool, pages in zip(pools, ids, strict=True)]
+        columns = [self._column(some, pages >= 0) for some, pages in zip(arrays, ids, strict=True)]
+        flat = tuple(array for some in arrays for array in some)
+        return PendingCopy(np.array(host_pages), tuple(zip(*columns, strict=True)), flat)
 
-    def _offload(self, pool: jax.Array, ids: np.ndarray) -> list[HostPart]:
-        parts: list[HostPart] = []
+    def _column(self, arrays: Sequence[jax.Array], present: np.ndarray) -> list[HostPart | None]:
+        """The parts of `arrays`, in order, where bool [N] `present` is set."""
+        parts = [part for array in arrays for part in self.bundles.of(array)]
+        if len(parts) == len(present):
+            return list(parts)
+        column: list[HostPart | None] = [None] * len(present)
+        for place, part in zip(np.flatnonzero(present).tolist(), parts, strict=True):
+            column[place] = part
+        return column
+
+    def _gather(self, pool: jax.Array, ids: np.ndarray) -> list[jax.Array]:
+        """Host arrays `[N, L, *page_shape]` of the pages `ids`, in order."""
+        arrays: list[jax.Array] = []
+        done = 0
         for size in bundle_sizes(_part_bytes(pool)):
-            for count in _calls(size, (len(ids) - len(parts)) // size):
-                here = ids[len(parts) : len(parts) + size * count]
-                for array in self._gather_bundles(pool, here, size):
-                    parts += self.bundles.of(array)
-        for size in split_powers_of_two(len(ids) - len(parts)):
-            here = ids[len(parts) : len(parts) + size]
-            for array in self._gather_singles(pool, here, size):
-                parts += self.bundles.of(array)
-        return parts
+            for count in _calls(size, (len(ids) - done) // size):
+                arrays += self._gather_bundles(pool, ids[done : done + size * count], size)
+                done += size * count
+        for size in split_powers_of_two(len(ids) - done):
+            arrays += self._gather_singles(pool, ids[done : done + size], size)
+            done += size
+        return arrays
 
     def load(
         self,
@@ -155,40 +162,48 @@ class PageTransfer:
 
         Raises `TransferError` before anything is donated when a part does not have the shape of a page.
         """
-        for group, (pool, some) in enumerate(zip(pools, parts, strict=True)):
-            checked = None
-            for part in some:
-                # Once a bundle: asking every part would hold up the first copy by half a millisecond.
-                bundle = getattr(part, "bundle", None)
-                if bundle is None or bundle is not checked:
-                    check_part(part, pool, group)
-                checked = bundle
+        plans = [self._plan(some, pool, g) for g, (pool, some) in enumerate(zip(pools, parts, strict=True))]
         out = []
-        for pool, some, pages in zip(pools, parts, device_pages, strict=True):
-            held = [part if isinstance(part, HostPart) else self.bundles.alone(np.array(part)) for part in some]
-            out.append(self._load_group(pool, held, np.ascontiguousarray(pages, np.int32), staged))
+        for pool, runs, pages in zip(pools, plans, device_pages, strict=True):
+            out.append(self._load_runs(pool, runs, np.ascontiguousarray(pages, np.int32), staged))
         return tuple(out)
 
-    def _load_group(
+    def _plan(self, parts: Sequence[HostPart | np.ndarray], pool: jax.Array, group: int) -> list[Run]:
+        """The pieces in which parts are copied into `pool`, all checked: of a piece, which is of one bundle, one part."""
+        if set(map(type, parts)) != {HostPart}:  # asked at C speed: page by page it would hold up the first copy
+            parts = [self._as_part(part, pool, group) for part in parts]
+        runs = _runs(parts)  # type: ignore[arg-type]
+        for run in runs:
+            check_part(parts[run.first], pool, group)
+        return runs
+
+    def _as_part(self, part: Any, pool: jax.Array, group: int) -> HostPart:
+        if isinstance(part, HostPart):
+            return part
+        check_part(part, pool, group)
+        return self.bundles.alone(np.array(part))
+
+    def _load_runs(
         self,
         pool: jax.Array,
-        parts: Sequence[HostPart],
+        runs: Sequence[Run],
         ids: np.ndarray,
         staged: Mapping[Bundle, jax.Array] = MappingProxyType({}),
     ) -> jax.Array:
         early: dict[int, list[tuple[jax.Array, np.ndarray]]] = {}
         whole: dict[int, list[tuple[jax.Array, np.ndarray]]] = {}
-        runs = _runs(parts)
-        for first, end in (run for run in runs if _is_whole(parts, *run)):
-            bundle = parts[first].bundle
-            arrays = early if bundle in staged else whole
-            arrays.setdefault(end - first, []).append((staged.get(bundle, bundle.array), ids[first:end]))
+        for run in runs:
+            if run.is_whole:
+                arrays = early if run.bundle in staged else whole
+                array = staged.get(run.bundle, run.bundle.array)
+                arrays.setdefault(run.end - run.first, []).append((array, ids[run.first : run.end]))
         pool = self._load_whole(pool, early)  # what is there, or comes next, is written first
-        for first, end in (run for run in runs if not _is_whole(parts, *run)):
-            array, start = parts[first].bundle.array, parts[first].index
-            for size in split_powers_of_two(end - first):
-                pool = self._load_part(pool, ids[first : first + size], array, np.int32(start))
-                first, start = first + size, start + size
+        for run in runs:
+            if not run.is_whole:
+                first, start = run.first, run.start
+                for size in split_powers_of_two(run.end - first):
+                    pool = self._load_part(pool, ids[first : first + size], run.bundle.array, np.int32(start))
+                    first, start = first + size, start + size
         return self._load_whole(pool, whole)
 
     def _load_whole(self, pool: jax.Array, whole: Mapping[int, list[tuple[jax.Array, np.ndarray]]]) -> jax.Array:
@@ -228,14 +243,14 @@ class PageTransfer:
         parts = [p for array in self._gather_bundles(pool, ids, size) for p in self.bundles.of(array)]
         moves = [parts, parts[:size], *(parts[1 << i : 2 << i] for i in range((size // 2).bit_length()))]
         for some in moves:
-            pool = self._load_group(pool, some, ids[: len(some)])
+            pool = self._load_runs(pool, _runs(some), ids[: len(some)])
         return self._warmup_staged(pool, moves[:2], ids, staging)
 
     def _warmup_singles(self, pool: jax.Array, count: int, staging: Staging | None) -> jax.Array:
         ids = np.zeros(count, np.int32)
-        self._offload(pool, ids)  # one by one where no bundle is so small
-        parts = [self._offload(pool, ids[:1])[0] for _ in range(count)]
-        return self._warmup_staged(self._load_group(pool, parts, ids), [parts], ids, staging)
+        self._gather(pool, ids)  # one by one where no bundle is so small
+        parts = [self.bundles.of(*self._gather(pool, ids[:1]))[0] for _ in range(count)]
+        return self._warmup_staged(self._load_runs(pool, _runs(parts), ids), [parts], ids, staging)
 
     def _warmup_staged(
         self, pool: jax.Array, moves: Sequence[Sequence[HostPart]], ids: np.ndarray, staging: Staging | None
@@ -247,14 +262,14 @@ class PageTransfer:
             bundles = whole_bundles(parts)
             if sum(bundle.array.nbytes for bundle in bundles) <= staging.max_bytes:
                 staging.start(bundles)
-                pool = self._load_group(pool, parts, ids[: len(parts)], staging.arrays)
+                pool = self._load_runs(pool, _runs(parts), ids[: len(parts)], staging.arrays)
                 staging.clear()
         return pool
 
 
 def whole_bundles(parts: Sequence[HostPart]) -> list[Bundle]:
     """The bundles of which `parts` has all parts, side by side in order."""
-    return [parts[first].bundle for first, end in _runs(parts) if _is_whole(parts, first, end)]
+    return [run.bundle for run in _runs(parts) if run.is_whole]
 
 
 def check_part(part: Any, pool: jax.Array, group: int) -> None:
@@ -271,21 +286,34 @@ def _part_bytes(pool: jax.Array) -> int:
     return pool.nbytes // pool.shape[1]
 
 
-def _runs(parts: Sequence[HostPart]) -> list[tuple[int, int]]:
-    """(first, end) of the longest pieces of `parts` that are neighbours in one bundle."""
-    runs: list[tuple[int, int]] = []
+class Run(NamedTuple):
+    """Parts first..end-1 of a list that are neighbours in `bundle`, from its part `start` on."""
+
+    bundle: Bundle
+    start: int
+    first: int
+    end: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of its bundle."""
+        return self.end - self.first == self.bundle.size
+
+
+def _runs(parts: Sequence[HostPart]) -> list[Run]:
+    """The longest runs of `parts`. One plain pass: the first copy waits for it."""
+    runs: list[Run] = []
+    bundle, first, start, following = None, 0, 0, 0
     for i, part in enumerate(parts):
-        before = parts[i - 1] if i else None
-        if before is not None and before.bundle is part.bundle and before.index + 1 == part.index:
-            runs[-1] = runs[-1][0], i + 1
-        else:
-            runs.append((i, i + 1))
+        if part.bundle is not bundle or part.index != following:
+            if bundle is not None:
+                runs.append(Run(bundle, start, first, i))
+            bundle, first, start = part.bundle, i, part.index
+            following = start
+        following += 1
+    if bundle is not None:
+        runs.append(Run(bundle, start, first, len(parts)))
     return runs
-
-
-def _is_whole(parts: Sequence[HostPart], first: int, end: int) -> bool:
-    """Whether a run is all of its bundle."""
-    return end - first == parts[first].bundle.array.shape[0]
 
 
 def _calls(size: int, count: int) -> list[int]:

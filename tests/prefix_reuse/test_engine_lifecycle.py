@@ -268,7 +268,7 @@ class SlowCopies(PageTransfer):
                     raise TransferError("injected")
                 super().wait()
 
-        return Late(copy.host_pages, copy.payloads)
+        return Late(copy.host_pages, copy.payloads, copy.arrays)
 
 
 def test_pages_are_matchable_only_after_their_bytes_landed():
@@ -309,7 +309,7 @@ class UnreadyCopies(PageTransfer):
                 outer.waits += 1
                 super().wait()
 
-        return UnderWay(copy.host_pages, copy.payloads)
+        return UnderWay(copy.host_pages, copy.payloads, copy.arrays)
 
 
 def test_rows_decode_while_copies_are_under_way_and_nobody_needs_them():

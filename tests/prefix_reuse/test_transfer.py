@@ -120,7 +120,7 @@ def test_a_group_without_a_page_has_no_part_and_takes_no_room() -> None:
         assert np.array_equal(np.asarray(full), pools[0][:, page])
         if sliding is not None:
             assert np.array_equal(np.asarray(sliding), pools[1][:, page])
-    assert sum(a.shape[0] for a in pending._arrays()) == 10 + 6
+    assert sum(a.shape[0] for a in pending.arrays) == 10 + 6
 
 
 @pytest.mark.parametrize("bundle_bytes", [module.BUNDLE_BYTES, 1])  # 1: pages too large for any bundle
@@ -156,6 +156,28 @@ def test_a_misshapen_part_is_refused_before_anything_is_donated() -> None:
     with pytest.raises(TransferError, match="the pool needs"):
         t.load([source], [parts], [np.arange(4)])
     assert not source.is_deleted()
+
+
+@pytest.mark.parametrize("at", [0, 5, 9])
+@pytest.mark.parametrize("bad", ["a part of another pool", "absent"])
+def test_every_part_of_every_group_is_checked_before_the_first_pool_is_donated(at: int, bad: str) -> None:
+    t, pools = transfer(), [pool(3), pool(2)]
+    full, sliding = (list(offload(t, source, range(10))) for source in pools)
+    sliding[at] = full[at] if bad == "a part of another pool" else None  # type: ignore[call-overload]
+    with pytest.raises(TransferError, match="group 1"):
+        t.load(pools, [full, sliding], [np.arange(10)] * 2)
+    assert not any(source.is_deleted() for source in pools)
+
+
+def test_a_copy_waits_for_all_arrays_of_its_pages() -> None:
+    t, pools = transfer(), [pool(3), pool(2)]
+    pending = t.offload(pools, [np.arange(13), np.arange(13)], np.arange(13))
+    bundles = {id(part.bundle.array) for page in pending.payloads for part in page if part is not None}
+    assert {id(array) for array in pending.arrays} == bundles
+    assert len(pending.arrays) == len(bundles)
+    pending.arrays[-1].delete()
+    with pytest.raises(TransferError, match="failed"):
+        pending.wait()
 
 
 def test_a_bundle_with_few_pages_left_is_dissolved() -> None:

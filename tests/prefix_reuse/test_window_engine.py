@@ -334,7 +334,7 @@ def test_pages_are_given_back_while_their_copies_are_under_way():
 
     def late(row_pages: Any, host_pages: Any) -> PendingCopy:
         copy = offload(row_pages, host_pages)
-        return Late(copy.host_pages, copy.payloads)
+        return Late(copy.host_pages, copy.payloads, copy.arrays)
 
     e.runner.offload = late  # type: ignore[method-assign]
     text = prompt(61, seed=7)
