@@ -220,9 +220,11 @@ class DeviceRunner:
 
     # ---- pages
 
-    def offload(self, row_pages: Sequence[np.ndarray], host_pages: np.ndarray) -> PendingCopy:
-        """Starts copying device pages (per group int32 [N]; -1 = the group has none) to `host_pages`."""
-        return self.transfer.offload([p.kv_pages for p in self.pools], row_pages, host_pages)
+    def offload(
+        self, row_pages: Sequence[np.ndarray], host_pages: np.ndarray, lengths: Sequence[int] | None = None
+    ) -> PendingCopy:
+        """Starts copying device pages of rows (per group int32 [N]; -1 = the group has none; `lengths` of each row)."""
+        return self.transfer.offload([p.kv_pages for p in self.pools], row_pages, host_pages, lengths)
 
     def load(self, parts: Sequence[Sequence[HostPart | np.ndarray]], pages: Sequence[np.ndarray]) -> None:
         """Copies parts of host pages (for each group [N]) into device pages (for each group int32 [N]); waits for nothing.
@@ -290,19 +292,15 @@ class DeviceRunner:
             self.pools = tuple(
                 pool.replace(kv_pages=self.programs.poison(pool.kv_pages, np.int32(0))) for pool in self.pools
             )
-        for group, (name, move) in self._page_moves():
+        for name, move in self._page_moves():
             yield name
-            kv_pages = move(self.pools[group].kv_pages)
-            self.pools = (*self.pools[:group], self.pools[group].replace(kv_pages=kv_pages), *self.pools[group + 1 :])
+            kv = move([pool.kv_pages for pool in self.pools])
+            self.pools = tuple(pool.replace(kv_pages=k) for pool, k in zip(self.pools, kv, strict=True))
         jax.block_until_ready(self.pools)
 
-    def _page_moves(self) -> list[tuple[int, Any]]:
-        """(group, what to run) of the page copies; groups whose pools are alike share programs."""
-        shapes = {(pool.kv_pages.shape, pool.kv_pages.dtype): group for group, pool in enumerate(self.pools)}
-        return [(g, move) for g in shapes.values() for move in self._warmups(g)]
-
-    def _warmups(self, group: int) -> list[tuple[str, Any]]:
-        return self.transfer.warmups(self.pools[group].kv_pages, self.staging if self.staging.max_bytes else None)
+    def _page_moves(self) -> list[tuple[str, Any]]:
+        pools = [pool.kv_pages for pool in self.pools]
+        return self.transfer.warmups(pools, self.staging if self.staging.max_bytes else None)
 
     def _warmup_decode(self, size: int) -> None:
         config = self.config

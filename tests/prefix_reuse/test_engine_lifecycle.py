@@ -257,8 +257,8 @@ class SlowCopies(PageTransfer):
 
     fail = False
 
-    def offload(self, pools: Any, device_pages: Any, host_pages: Any) -> PendingCopy:
-        copy = super().offload(pools, device_pages, host_pages)
+    def offload(self, *pages: Any) -> PendingCopy:
+        copy = super().offload(*pages)
         outer = self
 
         class Late(PendingCopy):
@@ -296,8 +296,8 @@ class UnreadyCopies(PageTransfer):
 
     waits = 0
 
-    def offload(self, pools: Any, device_pages: Any, host_pages: Any) -> PendingCopy:
-        copy = super().offload(pools, device_pages, host_pages)
+    def offload(self, *pages: Any) -> PendingCopy:
+        copy = super().offload(*pages)
         outer = self
 
         class UnderWay(PendingCopy):
