@@ -99,16 +99,11 @@ class DeviceRunner:
 
     def sync_tables(self, context_lens: np.ndarray) -> None:
         """Brings the device tables to what the accounts say, if they changed. context_lens int32 [R]."""
-        pools = []
-        for pool, account in zip(self.pools, self.accounts, strict=True):
-            if not account.dirty:
-                pools.append(pool)
-                continue
-            # Copies: the account changes its arrays in place while the transfer may still read them.
-            tables = account.page_table.copy(), account.shared_pages.copy(), context_lens.copy()
-            pools.append(self.programs.rebuild(pool, *tables))
-            account.dirty = False
-        self.pools = tuple(pools)
+        if any(account.dirty for account in self.accounts):
+            tables = [(account.page_table, account.shared_pages, context_lens) for account in self.accounts]
+            self.pools = self.programs.rebuild(self.pools, tables)
+            for account in self.accounts:
+                account.dirty = False
 
     # ---- steps
 
