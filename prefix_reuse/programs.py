@@ -55,12 +55,12 @@ class Programs:
             partial(prefill_step, model, attend),
             partial(decode_steps, model, attend, config.decode_steps, row_invariant=exact),
         )
-        self.prefill = jit_step(count("prefill_step", prefill), device, **PREFILL_OPTIONS, **options)
-        self.decode = jit_step(count("decode_steps", decode), device, **options)
+        self.prefill = PackedCall(count("prefill_step", prefill), **step_options(device, **PREFILL_OPTIONS, **options))
+        self.decode = PackedCall(count("decode_steps", decode), **step_options(device, **options))
         here = jax.sharding.SingleDeviceSharding(device)
         self._tables = PackedCall(count("rebuild_tables", _tables), static_argnums=0, out_shardings=here)
         self.unembed = jax.jit(count("unembed", model.unembed), compiler_options=options or None)
-        self.resample = jax.jit(count("sample_again", _sample_rows))
+        self.resample = PackedCall(count("sample_again", _sample_rows))
         self.copy_pages = jax.jit(count("copy_tails", copy_within), donate_argnums=0)
         self.poison = jax.jit(count("poison_pages", _poison), donate_argnums=0)
         self.transfer = PageTransfer(device, self.counter)
@@ -95,7 +95,12 @@ class Programs:
 
 
 def jit_step(step: Callable[..., Any], device: Any, **options: Any) -> Any:
-    """`step(params, pools, inputs)` jitted, its pools donated; `options` are XLA's, beside the default ones.
+    """`step(params, pools, inputs)` jitted, its pools donated; `options` are XLA's, beside the default ones."""
+    return jax.jit(step, **step_options(device, **options))
+
+
+def step_options(device: Any, **options: Any) -> dict[str, Any]:
+    """What `jax.jit` is given for a step: donated pools, and XLA's `options` beside the default ones.
 
     On a GPU XLA must not compute anything twice to save memory: it takes the pools, which it was given and returns, for
     memory that the step needs, and beside a pool that fills the card it recomputed every projection three times.
@@ -104,7 +109,7 @@ def jit_step(step: Callable[..., Any], device: Any, **options: Any) -> Any:
         options = {"xla_gpu_memory_limit_slop_factor": 10_000, **options}
     else:
         options = {name: value for name, value in options.items() if not name.startswith("xla_gpu")}
-    return jax.jit(step, donate_argnums=1, compiler_options=options or None)
+    return {"donate_argnums": 1, "compiler_options": options or None}
 
 
 def _tables(
@@ -116,10 +121,13 @@ def _tables(
     ]
 
 
-def _sample_rows(
-    logits: jax.Array, rows: jax.Array, counts: jax.Array, sampling: SamplingState, index: jax.Array
-) -> jax.Array:
-    """int32 [B]: a token for each of `rows` (int32 [B], into logits [N, V]), by its own parameters and random stream."""
+def _sample_rows(logits: jax.Array, batch: tuple[jax.Array, jax.Array, SamplingState, jax.Array]) -> jax.Array:
+    """int32 [B]: a token for each of some rows of logits [N, V], by its own parameters and random stream.
+
+    Args:
+      batch: the rows (int32 [B]), and counts, sampling and index as in `PrefillInputs`.
+    """
+    rows, counts, sampling, index = batch
     return sample(logits[rows], counts, sampling, index)
 
 

@@ -60,6 +60,7 @@ class DeviceRunner:
         self.last_prefill: PrefillBatch | None = None
         """Immutable snapshot of the last prefill batch (B13)."""
         self._no_counts: dict[int, jax.Array] = {}
+        self._greedy: dict[int, SamplingState] = {}
 
     def _create_pools(self) -> tuple[device_pages.DevicePages, ...]:
         config = self.config
@@ -179,7 +180,10 @@ class DeviceRunner:
     def _sampling(self, rows: Sequence[Row], size: int, new: Sequence[np.ndarray] = ()) -> dict[str, Any]:
         """Sampling inputs of a batch of `size`; `new` are tokens of each row that it has not been given yet."""
         new = new or [np.zeros(0, np.int32)] * len(rows)
-        state: SamplingState = sampling_state([r.params for r in rows], [r.stream for r in rows], size)
+        if all(r.params.temperature == 0 and not r.params.uses_penalties for r in rows):
+            state = self._greedy_state(size)
+        else:
+            state = sampling_state([r.params for r in rows], [r.stream for r in rows], size)
         index = np.zeros(size, np.int32)
         index[: len(rows)] = [len(r.generated) + len(n) for r, n in zip(rows, new, strict=True)]
         if any(r.params.uses_penalties for r in rows):
@@ -191,13 +195,20 @@ class DeviceRunner:
             counts = self._no_counts[size]
         return {"sampling": state, "counts": counts, "index": index}
 
+    def _greedy_state(self, size: int) -> SamplingState:
+        """Of a batch whose rows are all greedy, so that nothing else about them is read; made once for each size."""
+        if size not in self._greedy:
+            self._greedy[size] = sampling_state([], [], size)
+        return self._greedy[size]
+
     def sample_again(self, outputs: PrefillOutputs, batch_rows: Sequence[int], rows: Sequence[Row]) -> np.ndarray:
         """int32 [N]: first tokens of N further samples; sample i continues row `batch_rows[i]` of the last prefill batch."""
         size = self.config.max_rows
         index = np.zeros(size, np.int32)
         index[: len(rows)] = batch_rows
         state = self._sampling(rows, size)
-        tokens = self.programs.resample(outputs.logits, index, state["counts"], state["sampling"], state["index"])
+        batch = index, state["counts"], state["sampling"], state["index"]
+        tokens = self.programs.resample(outputs.logits, batch)
         return np.asarray(tokens)[: len(rows)]
 
     def copy_tails(self, tails: Sequence[Sequence[tuple[int, int]]]) -> None:
