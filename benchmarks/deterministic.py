@@ -40,6 +40,7 @@ from pallas_kernels.row_invariant_matmul import proof, triton, xla
 from pallas_kernels.row_invariant_matmul.mode import MatmulShape
 from prefix_reuse import EngineConfig, device_pages
 from prefix_reuse.config import SamplingParams
+from prefix_reuse.packing import pack
 from prefix_reuse.plan import Chunk, pack_chunks
 from prefix_reuse.programs import Programs
 from prefix_reuse.runner import prefill_inputs
@@ -428,7 +429,8 @@ class Mode:
             self.lowered[name] = self.programs.prefill.lower(self.model.params, pools, self.inputs[name])
 
     def run(self, name: str, batch: str, pools: Any) -> tuple[Any, Any]:
-        return self.compiled[name](self.model.params, pools, self.inputs[batch])
+        words, rest, _ = pack(self.inputs[batch])
+        return self.compiled[name](self.model.params, pools, words=words, rest=rest)
 
 
 SHORT, LONG = 2, 14

@@ -543,7 +543,7 @@ class _SamePage:
     def __init__(self, transfer: Any, payload: Any):
         self._transfer, self._payload = transfer, payload
 
-    def offload(self, pools: Any, device_pages: Any, host_pages: np.ndarray) -> PendingCopy:
+    def offload(self, pools: Any, device_pages: Any, host_pages: np.ndarray, lengths: Any = None) -> PendingCopy:
         return PendingCopy(np.array(host_pages), (self._payload,) * len(host_pages), ())
 
     def load(self, pools: Any, parts: Any, device_pages: Any, staged: Any = None) -> Any:

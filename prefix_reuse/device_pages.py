@@ -88,22 +88,26 @@ def rebuild(state: DevicePages, page_table: Any, shared_pages: Any, context_lens
       shared_pages: int32 [R]; leading columns of each row that are shared.
       context_lens: int32 [R].
     """
+    return state.replace(**tables(page_table, shared_pages, context_lens, state.num_pages))
+
+
+def tables(page_table: Any, shared_pages: Any, context_lens: Any, num_pages: int) -> dict[str, jax.Array]:
+    """All of a `DevicePages` but `kv_pages`, for these tables; arguments as in `rebuild`."""
     page_table = jnp.asarray(page_table, jnp.int32)
     shared_pages = jnp.asarray(shared_pages, jnp.int32)
-    num_pages = state.num_pages
     used = page_table >= 0
     column = jnp.arange(page_table.shape[1], dtype=jnp.int32)[None, :]
     private = used & (column >= shared_pages[:, None])
     shared = used & ~private
     writable = jnp.zeros(num_pages, bool).at[jnp.where(private, page_table, num_pages)].set(True, mode="drop")
     writable = writable.at[jnp.where(shared, page_table, num_pages)].set(False, mode="drop")
-    return state.replace(
-        page_table=page_table,
-        shared_pages=shared_pages,
-        context_lens=jnp.asarray(context_lens, jnp.int32),
-        writable=writable,
-        refcounts=count_references(page_table, num_pages),
-    )
+    return {
+        "page_table": page_table,
+        "shared_pages": shared_pages,
+        "context_lens": jnp.asarray(context_lens, jnp.int32),
+        "writable": writable,
+        "refcounts": count_references(page_table, num_pages),
+    }
 
 
 def _set_row(

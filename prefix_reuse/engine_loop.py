@@ -66,27 +66,30 @@ class EngineLoop(EngineRows):
             raise
         self.counters.prefill.batches += 1
         scores = self.runner.unembed(outputs.hidden) if any(row.scoring for row in rows) else None
-        first = 0
-        for i, (chunk, row) in enumerate(zip(chunks, rows, strict=True)):
-            here = slice(first, first + len(chunk.tokens))
-            first = here.stop
+        for chunk, row in zip(chunks, rows, strict=True):
             row.prefilled_tokens = chunk.start + len(chunk.tokens)
             row.computed_tokens += len(chunk.tokens)
             self.counters.prefill.computed_tokens += len(chunk.tokens)
             self.scheduler.commit(row, row.prefilled_tokens)
-            self.offloader.flush_full_pages(row)
+        self.offloader.flush_full_pages(rows)
+        first, new = 0, []
+        for i, (chunk, row) in enumerate(zip(chunks, rows, strict=True)):
+            here = slice(first, first + len(chunk.tokens))
+            first = here.stop
             if row.scoring and scores is not None:
                 self._requests[row.request_id].logits.append(scores[here])
-            if chunk.is_last:
-                row.move_to(SequenceState.PREFILLED)
-                end_group(row)
-                if row.scoring:
-                    self._complete(row, "length")
-                else:
-                    for sample, token in [(row, int(next_tokens[i])), *further.get(i, [])]:
-                        self.scheduler.commit(sample, row.prefilled_tokens)
-                        sample.first_token_at = sample.first_token_at or self._clock()
-                        self._append(sample, [token])
+            if not chunk.is_last:
+                continue
+            row.move_to(SequenceState.PREFILLED)
+            end_group(row)
+            if row.scoring:
+                self._complete(row, "length")
+                continue
+            for sample, token in [(row, int(next_tokens[i])), *further.get(i, [])]:
+                self.scheduler.commit(sample, row.prefilled_tokens)
+                sample.first_token_at = sample.first_token_at or self._clock()
+                new.append((sample, [token]))
+        self._append(new)
 
     def _next_chunks(self) -> tuple[list[Chunk], list[Row]]:
         chunks: list[Chunk] = []
@@ -161,13 +164,9 @@ class EngineLoop(EngineRows):
         if saved:
             self.counters.decode.shared_prefix_steps += len(tokens)
             self.counters.decode.shared_prefix_tokens_saved += len(tokens) * saved
-        for i, row in enumerate(rows):
-            new = tokens[:, i]
-            new = new[new >= 0].tolist()
-            self.counters.decode.tokens += len(new)
-            self._append(row, new)
-            if row.is_live:
-                self.offloader.flush_full_pages(row)
+        new = [(row, column[column >= 0].tolist()) for row, column in zip(rows, tokens.T, strict=True)]
+        self.counters.decode.tokens += sum(len(some) for _, some in new)
+        self._append(new)
 
     def _sync_tables(self) -> None:
         if self.config.poison:

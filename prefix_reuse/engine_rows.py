@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from prefix_reuse.engine_state import EngineState, Request
 from prefix_reuse.outputs import RequestOutput, SampleOutput, cut_at_stop, find_stop
@@ -14,8 +15,17 @@ from prefix_reuse.sequence import SequenceState
 class EngineRows(EngineState):
     """The part of `Engine` that takes sampled tokens, and ends rows and requests."""
 
-    def _append(self, row: Row, new: list[int]) -> None:
-        """Adds sampled tokens, finds out whether they end the row. The last token never has KV yet."""
+    def _append(self, new: Sequence[tuple[Row, list[int]]]) -> None:
+        """Adds sampled tokens to rows, starts copying what became full to the host, and ends the rows that have ended."""
+        reasons = [self._extend(row, tokens) for row, tokens in new]
+        ended = [(row, reason) for (row, _), reason in zip(new, reasons, strict=True) if reason]
+        gone = set() if self.config.publish_generated else {row.id for row, _ in ended}
+        self.offloader.flush_full_pages(row for row, _ in new if row.id not in gone)
+        for row, reason in ended:
+            self._complete(row, reason)
+
+    def _extend(self, row: Row, new: list[int]) -> str | None:
+        """Adds sampled tokens; says why they end the row, if they do. The last token never has KV yet."""
         num_old = len(row.generated)
         row.generated += new
         reason = None
@@ -30,10 +40,7 @@ class EngineRows(EngineState):
                 del row.generated[keep:]
                 reason = "stop"
         self.scheduler.commit(row, row.num_tokens - 1)
-        if reason:
-            if self.config.publish_generated:
-                self.offloader.flush_full_pages(row)
-            self._complete(row, reason)
+        return reason
 
     def _complete(self, row: Row, reason: str) -> None:
         row.move_to(SequenceState.COMPLETED)

@@ -7,6 +7,9 @@ forward -> flush_full_pages -> (copy under way) -> land -> publish -> share_devi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
 import numpy as np
 
 from prefix_reuse.config import EngineConfig
@@ -19,6 +22,22 @@ from prefix_reuse.sequence import Sequence as Row
 from prefix_reuse.sequence import SequenceState
 from prefix_reuse.stats import EngineCounters
 from prefix_reuse.transfer import PendingCopy
+
+
+class Flight(NamedTuple):
+    """The pages of one or more rows that were sent together."""
+
+    rows: tuple[tuple[Row, int, int], ...]
+    """Each with its epoch then, and how many of the pages are its own, in order."""
+    copy: PendingCopy
+    slots: np.ndarray
+    """Filled slots of each page."""
+
+    def by_row(self) -> list[Flight]:
+        """Each row's pages alone."""
+        ends = np.cumsum([count for _, _, count in self.rows]).tolist()
+        spans = zip(self.rows, [0, *ends[:-1]], ends, strict=True)
+        return [Flight((row,), self.copy.part(first, end), self.slots[first:end]) for row, first, end in spans]
 
 
 class Offloader:
@@ -35,8 +54,8 @@ class Offloader:
         self.config, self.cache, self.runner = config, cache, runner
         self.scheduler, self.counters = scheduler, counters
         self._has_windows = any(window.window is not None for window in runner.windows)
-        self.pending: list[tuple[Row, PendingCopy, np.ndarray, int]] = []
-        """Copies under way: the row, the copy, filled slots of each page, and the row's epoch then."""
+        self.pending: list[Flight] = []
+        """Copies under way, in the order in which they were started."""
         self.closing: list[Row] = []
         """Completed rows whose copies have not landed yet."""
         self.landed: dict[int, Row] = {}
@@ -55,19 +74,23 @@ class Offloader:
         Without `wait` it takes what has landed by now, in the order in which copies were started, and leaves the rest.
         """
         while self.pending:
-            row, copy, slots, epoch = self.pending[0]
+            rows, copy, slots = flight = self.pending[0]
             if not (wait or copy.ready):
                 break
             try:
                 copy.wait()
             except TransferError as error:  # the pages are not published; the row itself goes on
+                if len(rows) > 1:
+                    self.pending[:1] = flight.by_row()  # it hits those alone whose pages it carried
+                    continue
                 self._copy_failed(copy.host_pages, error)
             else:
                 self.cache.finish_copy(copy.host_pages, copy.payloads, slots)
             del self.pending[0]  # only now: an interrupt while waiting loses nothing
-            if epoch == row.epoch:
-                row.pending_copies -= 1
-                self.landed[row.id] = row
+            for row, epoch, _ in rows:
+                if epoch == row.epoch:
+                    row.pending_copies -= 1
+                    self.landed[row.id] = row
         while self.failed:
             self.cache.fail_copy(self.failed[0])
             del self.failed[0]
@@ -116,49 +139,69 @@ class Offloader:
                 account.seal(row.row, done + len(host_pages))
         row.mirrored_pages += len(host_pages)
 
-    def flush_full_pages(self, row: Row) -> None:
+    def flush_full_pages(self, rows: Iterable[Row]) -> None:
         """Starts copying to the host what became full since the last flush; cached pages are not copied again (A20)."""
-        full = row.committed_kv_tokens // self.config.page_size
-        if row.uses_host and full > row.offloaded_pages:
-            self.start(row, row.offloaded_pages, full)
-            row.offloaded_pages = full
+        size = self.config.page_size
+        due = []
+        for row in rows:
+            full = row.committed_kv_tokens // size
+            if full > row.offloaded_pages and row.uses_host:
+                due.append((row, np.arange(row.offloaded_pages, full)))
+        if due:
+            self.start(due)
+        for row, columns in due:
+            row.offloaded_pages += len(columns)
 
     def give_back(self) -> None:
         """Gives back the device pages that the rows' windows have passed; their copies to the host are started first.
 
         Rows of a model without windows are not even looked at.
         """
-        for row in self.scheduler.running if self._has_windows else ():
-            if row.is_live and row.leader is None and row.row is not None:
-                self.flush_full_pages(row)
-                self.scheduler.slide(row, row.prefilled_tokens if row.replays else row.committed_kv_tokens)
+        if not self._has_windows:
+            return
+        rows = [r for r in self.scheduler.running if r.is_live and r.leader is None and r.row is not None]
+        self.flush_full_pages(rows)
+        for row in rows:
+            self.scheduler.slide(row, row.prefilled_tokens if row.replays else row.committed_kv_tokens)
 
-    def start(self, row: Row, first: int, end: int) -> None:
-        """Starts copying the row's pages first..end-1; see `start_columns`."""
-        self.start_columns(row, np.arange(first, end))
+    def start(self, due: list[tuple[Row, np.ndarray]]) -> None:
+        """Starts copying pages, given as columns of rows, in as few calls as possible, before the next step changes the pools.
 
-    def start_columns(self, row: Row, columns: np.ndarray) -> None:
-        """Starts copying the row's pages `columns`; the gather is dispatched before the next step changes the pool.
-
-        A page that a sliding group has given back is absent from the copy.
+        A page that a sliding group has given back is absent from the copy. What cannot be copied is counted; its row goes on.
         """
-        host_pages = np.asarray(self.cache.pages(row.id))[columns]
-        device_pages = [account.page_table[row.row_index][columns] for account in self.runner.accounts]
-        size = self.config.page_size
-        slots = np.minimum(row.committed_kv_tokens - size * columns, size)  # a held row's tail is partial
+        pages = [np.asarray(self.cache.pages(row.id))[columns] for row, columns in due]
         try:
-            self.cache.begin_copy(host_pages)
+            self.cache.begin_copy(np.concatenate(pages))
         except Exception as error:  # nothing has begun: the pages are not published, the row goes on
-            self._count_failure(host_pages, error)
+            if len(due) > 1:
+                for one in due:  # those alone that it is about are lost
+                    self.start([one])
+            else:
+                self._count_failure(pages[0], error)
             return
+        self._dispatch(due, pages)
+
+    def _dispatch(self, due: list[tuple[Row, np.ndarray]], pages: list[np.ndarray]) -> None:
+        lengths, size = [len(some) for some in pages], self.config.page_size
+        rows = np.repeat([row.row_index for row, _ in due], lengths)
+        columns, host_pages = np.concatenate([columns for _, columns in due]), np.concatenate(pages)
+        device_pages = [account.page_table[rows, columns] for account in self.runner.accounts]
         try:
-            copy = self.runner.offload(device_pages, host_pages)
+            copy = self.runner.offload(device_pages, host_pages, lengths)
         except Exception as error:  # as when the copy fails later: nothing is published, the row goes on
-            self._copy_failed(host_pages, error)
+            if len(due) > 1:
+                for one, some in zip(due, pages, strict=True):
+                    self._dispatch([one], [some])
+            else:
+                self._copy_failed(host_pages, error)
             return
+        filled = np.repeat([row.committed_kv_tokens for row, _ in due], lengths)
+        slots = np.minimum(filled - size * columns, size)  # a held row's tail is partial
         self.counters.prefill.pages_offloaded += len(host_pages)
-        row.pending_copies += 1
-        self.pending.append((row, copy, slots, row.epoch))
+        for row, _ in due:
+            row.pending_copies += 1
+        flying = tuple((row, row.epoch, count) for (row, _), count in zip(due, lengths, strict=True))
+        self.pending.append(Flight(flying, copy, slots))
 
     def detach(self, row: Row) -> None:
         """The row no longer waits for its copies; the host pages stay taken until the bytes have landed (A13)."""
@@ -171,7 +214,7 @@ class Offloader:
         Raises `TransferError`, and leaves the row where it is, when a page cannot be copied.
         """
         size = self.config.page_size
-        self.flush_full_pages(row)
+        self.flush_full_pages([row])
         self.land()
         used = pages_for(row.committed_kv_tokens, size)
         full = row.committed_kv_tokens // size
@@ -183,7 +226,7 @@ class Offloader:
             return
         again = np.concatenate([missing, np.arange(full, used)])  # a copy that failed earlier is made again
         if len(again):
-            self.start_columns(row, again)
+            self.start([(row, again)])
             self.land()
         if not np.asarray(self.cache.has_payload(pages[:used]), bool).all():
             raise TransferError(f"request {row.request_id} stays on the device: {self.counters.faults.last_error}")

@@ -6,11 +6,12 @@ the second engine then compiles nothing that the first has compiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 
 from pallas_kernels import RowInvariance, copy_within
 from pallas_kernels.row_invariant_matmul.xla import COMPILER_OPTIONS as ROW_INVARIANT_OPTIONS
@@ -18,8 +19,9 @@ from prefix_reuse import device_pages
 from prefix_reuse.config import EngineConfig
 from prefix_reuse.deterministic import ROW_INVARIANT, RowInvariantModel, deterministic_means, prove
 from prefix_reuse.errors import ConfigError
+from prefix_reuse.packing import PackedCall
 from prefix_reuse.sampling import SamplingState, sample
-from prefix_reuse.steps import CompilationCounter, PagedModel, decode_steps, make_attend, prefill_step
+from prefix_reuse.steps import CompilationCounter, PagedModel, Pools, decode_steps, make_attend, prefill_step
 from prefix_reuse.transfer import PageTransfer
 
 PREFILL_OPTIONS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1_000_000}
@@ -53,14 +55,24 @@ class Programs:
             partial(prefill_step, model, attend),
             partial(decode_steps, model, attend, config.decode_steps, row_invariant=exact),
         )
-        self.prefill = jit_step(count("prefill_step", prefill), device, **PREFILL_OPTIONS, **options)
-        self.decode = jit_step(count("decode_steps", decode), device, **options)
-        self.rebuild = jax.jit(count("rebuild_tables", device_pages.rebuild), donate_argnums=0)
+        self.prefill = PackedCall(count("prefill_step", prefill), **step_options(device, **PREFILL_OPTIONS, **options))
+        self.decode = PackedCall(count("decode_steps", decode), **step_options(device, **options))
+        here = jax.sharding.SingleDeviceSharding(device)
+        self._tables = PackedCall(count("rebuild_tables", _tables), static_argnums=0, out_shardings=here)
         self.unembed = jax.jit(count("unembed", model.unembed), compiler_options=options or None)
-        self.resample = jax.jit(count("sample_again", _sample_rows))
+        self.resample = PackedCall(count("sample_again", _sample_rows))
         self.copy_pages = jax.jit(count("copy_tails", copy_within), donate_argnums=0)
         self.poison = jax.jit(count("poison_pages", _poison), donate_argnums=0)
         self.transfer = PageTransfer(device, self.counter)
+
+    def rebuild(self, pools: Pools, tables: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Pools:
+        """The pools with tables of the host's, as `device_pages.rebuild`, in one call; pages stay where they are.
+
+        Args:
+          tables: for each layer group page_table, shared_pages and context_lens; may be overwritten as soon as this returns.
+        """
+        new = self._tables(tuple(pool.num_pages for pool in pools), tuple(tables))
+        return tuple(pool.replace(**fields) for pool, fields in zip(pools, new, strict=True))
 
     def prove_matmuls(self, batch_sizes: Iterable[int]) -> None:
         """In row-invariant programs, looks where XLA's matmuls may be used, before programs of these sizes are compiled."""
@@ -83,7 +95,12 @@ class Programs:
 
 
 def jit_step(step: Callable[..., Any], device: Any, **options: Any) -> Any:
-    """`step(params, pools, inputs)` jitted, its pools donated; `options` are XLA's, beside the default ones.
+    """`step(params, pools, inputs)` jitted, its pools donated; `options` are XLA's, beside the default ones."""
+    return jax.jit(step, **step_options(device, **options))
+
+
+def step_options(device: Any, **options: Any) -> dict[str, Any]:
+    """What `jax.jit` is given for a step: donated pools, and XLA's `options` beside the default ones.
 
     On a GPU XLA must not compute anything twice to save memory: it takes the pools, which it was given and returns, for
     memory that the step needs, and beside a pool that fills the card it recomputed every projection three times.
@@ -92,13 +109,25 @@ def jit_step(step: Callable[..., Any], device: Any, **options: Any) -> Any:
         options = {"xla_gpu_memory_limit_slop_factor": 10_000, **options}
     else:
         options = {name: value for name, value in options.items() if not name.startswith("xla_gpu")}
-    return jax.jit(step, donate_argnums=1, compiler_options=options or None)
+    return {"donate_argnums": 1, "compiler_options": options or None}
 
 
-def _sample_rows(
-    logits: jax.Array, rows: jax.Array, counts: jax.Array, sampling: SamplingState, index: jax.Array
-) -> jax.Array:
-    """int32 [B]: a token for each of `rows` (int32 [B], into logits [N, V]), by its own parameters and random stream."""
+def _tables(
+    num_pages: tuple[int, ...], tables: Sequence[tuple[jax.Array, jax.Array, jax.Array]]
+) -> list[dict[str, jax.Array]]:
+    return [
+        device_pages.tables(page_table, shared_pages, context_lens, pages)
+        for (page_table, shared_pages, context_lens), pages in zip(tables, num_pages, strict=True)
+    ]
+
+
+def _sample_rows(logits: jax.Array, batch: tuple[jax.Array, jax.Array, SamplingState, jax.Array]) -> jax.Array:
+    """int32 [B]: a token for each of some rows of logits [N, V], by its own parameters and random stream.
+
+    Args:
+      batch: the rows (int32 [B]), and counts, sampling and index as in `PrefillInputs`.
+    """
+    rows, counts, sampling, index = batch
     return sample(logits[rows], counts, sampling, index)
 
 

@@ -60,6 +60,7 @@ class DeviceRunner:
         self.last_prefill: PrefillBatch | None = None
         """Immutable snapshot of the last prefill batch (B13)."""
         self._no_counts: dict[int, jax.Array] = {}
+        self._greedy: dict[int, SamplingState] = {}
 
     def _create_pools(self) -> tuple[device_pages.DevicePages, ...]:
         config = self.config
@@ -99,16 +100,11 @@ class DeviceRunner:
 
     def sync_tables(self, context_lens: np.ndarray) -> None:
         """Brings the device tables to what the accounts say, if they changed. context_lens int32 [R]."""
-        pools = []
-        for pool, account in zip(self.pools, self.accounts, strict=True):
-            if not account.dirty:
-                pools.append(pool)
-                continue
-            # Copies: the account changes its arrays in place while the transfer may still read them.
-            tables = account.page_table.copy(), account.shared_pages.copy(), context_lens.copy()
-            pools.append(self.programs.rebuild(pool, *tables))
-            account.dirty = False
-        self.pools = tuple(pools)
+        if any(account.dirty for account in self.accounts):
+            tables = [(account.page_table, account.shared_pages, context_lens) for account in self.accounts]
+            self.pools = self.programs.rebuild(self.pools, tables)
+            for account in self.accounts:
+                account.dirty = False
 
     # ---- steps
 
@@ -184,7 +180,10 @@ class DeviceRunner:
     def _sampling(self, rows: Sequence[Row], size: int, new: Sequence[np.ndarray] = ()) -> dict[str, Any]:
         """Sampling inputs of a batch of `size`; `new` are tokens of each row that it has not been given yet."""
         new = new or [np.zeros(0, np.int32)] * len(rows)
-        state: SamplingState = sampling_state([r.params for r in rows], [r.stream for r in rows], size)
+        if all(r.params.temperature == 0 and not r.params.uses_penalties for r in rows):
+            state = self._greedy_state(size)
+        else:
+            state = sampling_state([r.params for r in rows], [r.stream for r in rows], size)
         index = np.zeros(size, np.int32)
         index[: len(rows)] = [len(r.generated) + len(n) for r, n in zip(rows, new, strict=True)]
         if any(r.params.uses_penalties for r in rows):
@@ -196,13 +195,20 @@ class DeviceRunner:
             counts = self._no_counts[size]
         return {"sampling": state, "counts": counts, "index": index}
 
+    def _greedy_state(self, size: int) -> SamplingState:
+        """Of a batch whose rows are all greedy, so that nothing else about them is read; made once for each size."""
+        if size not in self._greedy:
+            self._greedy[size] = sampling_state([], [], size)
+        return self._greedy[size]
+
     def sample_again(self, outputs: PrefillOutputs, batch_rows: Sequence[int], rows: Sequence[Row]) -> np.ndarray:
         """int32 [N]: first tokens of N further samples; sample i continues row `batch_rows[i]` of the last prefill batch."""
         size = self.config.max_rows
         index = np.zeros(size, np.int32)
         index[: len(rows)] = batch_rows
         state = self._sampling(rows, size)
-        tokens = self.programs.resample(outputs.logits, index, state["counts"], state["sampling"], state["index"])
+        batch = index, state["counts"], state["sampling"], state["index"]
+        tokens = self.programs.resample(outputs.logits, batch)
         return np.asarray(tokens)[: len(rows)]
 
     def copy_tails(self, tails: Sequence[Sequence[tuple[int, int]]]) -> None:
@@ -220,9 +226,11 @@ class DeviceRunner:
 
     # ---- pages
 
-    def offload(self, row_pages: Sequence[np.ndarray], host_pages: np.ndarray) -> PendingCopy:
-        """Starts copying device pages (per group int32 [N]; -1 = the group has none) to `host_pages`."""
-        return self.transfer.offload([p.kv_pages for p in self.pools], row_pages, host_pages)
+    def offload(
+        self, row_pages: Sequence[np.ndarray], host_pages: np.ndarray, lengths: Sequence[int] | None = None
+    ) -> PendingCopy:
+        """Starts copying device pages of rows (per group int32 [N]; -1 = the group has none; `lengths` of each row)."""
+        return self.transfer.offload([p.kv_pages for p in self.pools], row_pages, host_pages, lengths)
 
     def load(self, parts: Sequence[Sequence[HostPart | np.ndarray]], pages: Sequence[np.ndarray]) -> None:
         """Copies parts of host pages (for each group [N]) into device pages (for each group int32 [N]); waits for nothing.
@@ -290,19 +298,15 @@ class DeviceRunner:
             self.pools = tuple(
                 pool.replace(kv_pages=self.programs.poison(pool.kv_pages, np.int32(0))) for pool in self.pools
             )
-        for group, (name, move) in self._page_moves():
+        for name, move in self._page_moves():
             yield name
-            kv_pages = move(self.pools[group].kv_pages)
-            self.pools = (*self.pools[:group], self.pools[group].replace(kv_pages=kv_pages), *self.pools[group + 1 :])
+            kv = move([pool.kv_pages for pool in self.pools])
+            self.pools = tuple(pool.replace(kv_pages=k) for pool, k in zip(self.pools, kv, strict=True))
         jax.block_until_ready(self.pools)
 
-    def _page_moves(self) -> list[tuple[int, Any]]:
-        """(group, what to run) of the page copies; groups whose pools are alike share programs."""
-        shapes = {(pool.kv_pages.shape, pool.kv_pages.dtype): group for group, pool in enumerate(self.pools)}
-        return [(g, move) for g in shapes.values() for move in self._warmups(g)]
-
-    def _warmups(self, group: int) -> list[tuple[str, Any]]:
-        return self.transfer.warmups(self.pools[group].kv_pages, self.staging if self.staging.max_bytes else None)
+    def _page_moves(self) -> list[tuple[str, Any]]:
+        pools = [pool.kv_pages for pool in self.pools]
+        return self.transfer.warmups(pools, self.staging if self.staging.max_bytes else None)
 
     def _warmup_decode(self, size: int) -> None:
         config = self.config

@@ -5,7 +5,8 @@ copy in flight can not see later changes, and a loaded page can not be changed u
 
 Pages that leave the device together travel and live in bundles (`prefix_reuse.host_part`): on an H200 single pages of 1.6 MB
 reached 78% of the link, bundles of 32 of them 95%. A part of a bundle is read by a `dynamic_slice` in host memory, which
-copies those bytes only.
+copies those bytes only. A bundle has the same number of pages in every layer group, so that one jitted call takes the pages
+of all groups, and of all rows whose pages became full in one turn.
 
 What overlaps with what: within one call a bundle is on the link while the one before it is written into the pool. A call as a
 whole takes its turn among the steps, since it donates the pool, so a prefill waits for the loads before it; only copies that
@@ -15,7 +16,7 @@ were started earlier, into memory of their own (`prefix_reuse.staging`), run bes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ SMALL_BUNDLE = 8
 LARGEST_COPY = 32
 """Pages in one bundle, and single pages in one jitted call, at most; larger moves are split: few shapes are compiled."""
 WHOLE_BUNDLES = 4
-"""Whole bundles of one call: one is gathered, or written into the pool, while another is on the link."""
+"""Whole bundles of one call at most: one is gathered, or written into the pool, while another is on the link."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,12 @@ class PendingCopy:
         except Exception as error:
             raise TransferError(f"copy of host pages {self.host_pages.tolist()} failed: {error}") from error
 
+    def part(self, first: int, end: int) -> PendingCopy:
+        """The copy of the pages first..end-1 of these alone: it waits for, and fails with, what holds their bytes."""
+        payloads = self.payloads[first:end]
+        arrays = {id(p.bundle): p.bundle.array for page in payloads for p in page if p is not None}
+        return replace(self, host_pages=self.host_pages[first:end], payloads=payloads, arrays=tuple(arrays.values()))
+
 
 def split_powers_of_two(n: int) -> list[int]:
     """n as a sum of powers of two up to `LARGEST_COPY`: 11 -> [8, 2, 1]."""
@@ -74,7 +81,7 @@ def split_powers_of_two(n: int) -> list[int]:
 
 
 def bundle_sizes(part_bytes: int) -> list[int]:
-    """Pages of the bundles that parts of so many bytes are kept in, the larger ones first; single pages not counted."""
+    """Pages of the bundles that parts of at most so many bytes are kept in, larger ones first; single pages not counted."""
     largest = min(LARGEST_COPY, 1 << max(0, (BUNDLE_BYTES // part_bytes).bit_length() - 1))
     return [size for size in dict.fromkeys((largest, min(SMALL_BUNDLE, largest))) if size > 1]
 
@@ -92,55 +99,86 @@ class PageTransfer:
             static_argnums=2,
             compiler_options=overlap,
         )
-        self._gather_singles = jax.jit(
-            counter.traced("offload_pages", _gather_singles), out_shardings=host, static_argnums=2
-        )
+        self._gather_singles = jax.jit(counter.traced("offload_pages", _gather_singles), out_shardings=host)
         self._load = jax.jit(counter.traced("load_pages", _load), donate_argnums=0)
         self._load_part = jax.jit(counter.traced("load_pages", _load_part), donate_argnums=0)
         self.bundles = Bundles(host)
 
     def offload(
-        self, pools: Sequence[jax.Array], device_pages: Sequence[np.ndarray], host_pages: np.ndarray
+        self,
+        pools: Sequence[jax.Array],
+        device_pages: Sequence[np.ndarray],
+        host_pages: np.ndarray,
+        lengths: Sequence[int] | None = None,
     ) -> PendingCopy:
         """Starts copying pages to the host.
 
-        The gather is dispatched before the caller's next donated step, so it reads the pool as it is now.
+        The gathers are dispatched before the caller's next donated step, so they read the pools as they are now.
 
         Args:
           pools: `kv_pages` of each layer group.
           device_pages: int32 [N] for each group: the pages to copy; -1 where the group's page was given back: absent on the
             host too.
           host_pages: [N]: where they belong in the host store.
+          lengths: pages of each row, where they are of several: bundles that a row fills are its own, the rest is shared.
         """
-        ids = [np.ascontiguousarray(pages, np.int32) for pages in device_pages]
+        ids = np.array(device_pages, np.int32)
+        if (ids >= 0).all():
+            arrays, order = self._gather(pools, ids, np.array([ids.shape[1]] if lengths is None else lengths))
+            orders: list[np.ndarray] = [order] * len(pools)
+        else:
+            arrays, orders = self._gather_present(pools, ids)
         # Everything is on its way before parts are made of it.
-        arrays = [self._gather(pool, pages[pages >= 0]) for pool, pages in zip(pools, ids, strict=True)]
-        columns = [self._column(some, pages >= 0) for some, pages in zip(arrays, ids, strict=True)]
+        columns = [self._column(some, order, ids.shape[1]) for some, order in zip(arrays, orders, strict=True)]
         flat = tuple(array for some in arrays for array in some)
         return PendingCopy(np.array(host_pages), tuple(zip(*columns, strict=True)), flat)
 
-    def _column(self, arrays: Sequence[jax.Array], present: np.ndarray) -> list[HostPart | None]:
-        """The parts of `arrays`, in order, where bool [N] `present` is set."""
-        parts = [part for array in arrays for part in self.bundles.of(array)]
-        if len(parts) == len(present):
-            return list(parts)
-        column: list[HostPart | None] = [None] * len(present)
-        for place, part in zip(np.flatnonzero(present).tolist(), parts, strict=True):
+    def _column(self, arrays: Sequence[jax.Array], order: np.ndarray, length: int) -> list[HostPart | None]:
+        """The parts of `arrays`, each at the place in the column that `order` names."""
+        column: list[HostPart | None] = [None] * length
+        parts = (part for array in arrays for part in self.bundles.of(array))
+        for place, part in zip(order.tolist(), parts, strict=True):
             column[place] = part
         return column
 
-    def _gather(self, pool: jax.Array, ids: np.ndarray) -> list[jax.Array]:
-        """Host arrays `[N, L, *page_shape]` of the pages `ids`, in order."""
-        arrays: list[jax.Array] = []
-        done = 0
-        for size in bundle_sizes(_part_bytes(pool)):
-            for count in _calls(size, (len(ids) - done) // size):
-                arrays += self._gather_bundles(pool, ids[done : done + size * count], size)
-                done += size * count
-        for size in split_powers_of_two(len(ids) - done):
-            arrays += self._gather_singles(pool, ids[done : done + size], size)
-            done += size
-        return arrays
+    def _gather(
+        self, pools: Sequence[jax.Array], ids: np.ndarray, lengths: np.ndarray
+    ) -> tuple[list[list[jax.Array]], np.ndarray]:
+        """Host arrays `[N, L, *page_shape]` of the pages `ids` [G, N], for each group; and the order of the pages in them."""
+        sizes = _sizes(pools)
+        order, num_large = _bundle_order(lengths, sizes)
+        calls = [(sizes[0], count, True) for count in (_calls(sizes[0], num_large // sizes[0]) if num_large else ())]
+        calls += [(size, count, False) for size, count in _small_calls(len(order) - num_large, sizes)]
+        out: list[list[jax.Array]] = [[] for _ in pools]
+        ids, done = ids[:, order], 0
+        for size, count, by_group in calls:
+            here = ids[:, done : done + size * count]
+            done += size * count
+            for arrays, more in zip(out, self._gather_size(pools, here, size, by_group=by_group), strict=True):
+                arrays += more
+        return out, order
+
+    def _gather_size(
+        self, pools: Sequence[jax.Array], ids: np.ndarray, size: int, *, by_group: bool
+    ) -> Sequence[Sequence[jax.Array]]:
+        """Bundles of `size` of the pages `ids` [G, N]. `by_group`: large ones together would take much memory on their way."""
+        if by_group:
+            return [self._gather_bundles((pool,), ids[g : g + 1], size)[0] for g, pool in enumerate(pools)]
+        return self._gather_bundles(tuple(pools), ids, size) if size > 1 else self._gather_singles(tuple(pools), ids)
+
+    def _gather_present(
+        self, pools: Sequence[jax.Array], ids: np.ndarray
+    ) -> tuple[list[list[jax.Array]], list[np.ndarray]]:
+        """As `_gather`, where some pages are absent: rare, so the programs that take as many pages of every group will do."""
+        arrays, orders = [], []
+        for g in range(len(pools)):
+            present = np.flatnonzero(ids[g] >= 0)
+            padded = np.zeros((len(pools), len(present)), np.int32)
+            padded[g] = ids[g, present]
+            some, order = self._gather(pools, padded, np.array([len(present)]))
+            arrays.append(some[g])
+            orders.append(present[order])
+        return arrays, orders
 
     def load(
         self,
@@ -225,32 +263,48 @@ class PageTransfer:
         self.bundles.dissolve(most)
 
     def warmups(
-        self, pool: jax.Array, staging: Staging | None = None
-    ) -> list[tuple[str, Callable[[jax.Array], jax.Array]]]:
-        """What to run so that no later copy of a pool of this shape compiles, from `staging` included: (name, pool -> pool).
+        self, pools: Sequence[jax.Array], staging: Staging | None = None
+    ) -> list[tuple[str, Callable[[Sequence[jax.Array]], tuple[jax.Array, ...]]]]:
+        """What to run so that no later copy of pools of these shapes compiles, from `staging` included: (name, pools -> pools).
 
-        Each donates the pool and copies page 0 out and in again, so that its bytes stay as they are.
+        Each donates the pools and copies page 0 out and in again, so that their bytes stay as they are.
         """
-        sizes = bundle_sizes(_part_bytes(pool))
-        singles = [1 << i for i in range(LARGEST_COPY.bit_length())]
+        sizes = _sizes(pools)
+        singles = {1 << i for i in range(LARGEST_COPY.bit_length())} | set(range(1, sizes[-1] if sizes else 1))
         moves = [(f"copies of {n} in a bundle", partial(self._warmup_bundles, size=n, staging=staging)) for n in sizes]
-        return moves + [(f"copies of {n}", partial(self._warmup_singles, count=n, staging=staging)) for n in singles]
+        return moves + [
+            (f"copies of {n}", partial(self._warmup_singles, count=n, staging=staging)) for n in sorted(singles)
+        ]
 
-    def _warmup_bundles(self, pool: jax.Array, size: int, staging: Staging | None) -> jax.Array:
+    def _warmup_bundles(self, pools: Sequence[jax.Array], size: int, staging: Staging | None) -> tuple[jax.Array, ...]:
         """Whole ones, and every power of two of a bundle's pages."""
-        ids = np.zeros(size * WHOLE_BUNDLES, np.int32)
-        self._gather_bundles(pool, ids[:size], size)
-        parts = [p for array in self._gather_bundles(pool, ids, size) for p in self.bundles.of(array)]
-        moves = [parts, parts[:size], *(parts[1 << i : 2 << i] for i in range((size // 2).bit_length()))]
-        for some in moves:
-            pool = self._load_runs(pool, _runs(some), ids[: len(some)])
-        return self._warmup_staged(pool, moves[:2], ids, staging)
+        ids = np.zeros((len(pools), size * WHOLE_BUNDLES), np.int32)
+        large = size != _sizes(pools)[-1]
+        for count in (1,) if large else range(1, WHOLE_BUNDLES):
+            self._gather_size(pools, ids[:, : size * count], size, by_group=large)
+        out = []
+        for pool, arrays in zip(pools, self._gather_size(pools, ids, size, by_group=large), strict=True):
+            parts = [part for array in arrays for part in self.bundles.of(array)]
+            moves = [parts, parts[:size], *(parts[1 << i : 2 << i] for i in range((size // 2).bit_length()))]
+            for some in moves:
+                pool = self._load_runs(pool, _runs(some), ids[0, : len(some)])
+            out.append(self._warmup_staged(pool, moves[:2], ids[0], staging))
+        return tuple(out)
 
-    def _warmup_singles(self, pool: jax.Array, count: int, staging: Staging | None) -> jax.Array:
-        ids = np.zeros(count, np.int32)
-        self._gather(pool, ids)  # one by one where no bundle is so small
-        parts = [self.bundles.of(*self._gather(pool, ids[:1]))[0] for _ in range(count)]
-        return self._warmup_staged(self._load_runs(pool, _runs(parts), ids), [parts], ids, staging)
+    def _warmup_singles(self, pools: Sequence[jax.Array], count: int, staging: Staging | None) -> tuple[jax.Array, ...]:
+        ids = np.zeros((len(pools), count), np.int32)
+        sizes = _sizes(pools)
+        if not sizes or count < sizes[-1]:
+            self._gather_singles(tuple(pools), ids)
+        if count & (count - 1):
+            return tuple(pools)  # loaded in powers of two
+        some = [self._gather_singles(tuple(pools), ids[:, :1]) for _ in range(count)]
+        out = []
+        for g, pool in enumerate(pools):
+            parts = [self.bundles.of(arrays[g][0])[0] for arrays in some]
+            pool = self._load_runs(pool, _runs(parts), ids[g])
+            out.append(self._warmup_staged(pool, [parts], ids[g], staging))
+        return tuple(out)
 
     def _warmup_staged(
         self, pool: jax.Array, moves: Sequence[Sequence[HostPart]], ids: np.ndarray, staging: Staging | None
@@ -282,8 +336,24 @@ def check_part(part: Any, pool: jax.Array, group: int) -> None:
         raise TransferError(f"host page of group {group} is {got}, the pool needs {pool.dtype}{list(expected)}")
 
 
-def _part_bytes(pool: jax.Array) -> int:
-    return pool.nbytes // pool.shape[1]
+def _sizes(pools: Sequence[jax.Array]) -> list[int]:
+    """Sizes of bundles: the same for all groups, by the one whose pages are largest."""
+    return bundle_sizes(max(pool.nbytes // pool.shape[1] for pool in pools))
+
+
+def _bundle_order(lengths: np.ndarray, sizes: Sequence[int]) -> tuple[np.ndarray, int]:
+    """The order in which pages are bundled, and how many of them go into large bundles, of two sizes.
+
+    A row's whole bundles come first, so that they hold nothing else: only whole bundles are loaded in one piece, or staged.
+    What is left of the rows follows side by side.
+    """
+    if len(lengths) == 1 or not sizes:
+        total = int(lengths.sum())
+        return np.arange(total), total - total % sizes[0] if len(sizes) > 1 else 0
+    in_row = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    large, small = (np.repeat(lengths - lengths % size, lengths) for size in (sizes[0], sizes[-1]))
+    order = np.argsort(np.where(in_row < large, 0, np.where(in_row < small, 1, 2)), kind="stable")
+    return order, int(np.count_nonzero(in_row < large)) if len(sizes) > 1 else 0
 
 
 class Run(NamedTuple):
@@ -323,14 +393,28 @@ def _calls(size: int, count: int) -> list[int]:
     return [WHOLE_BUNDLES] * (count // WHOLE_BUNDLES) + [1] * (count % WHOLE_BUNDLES)
 
 
-def _gather_bundles(pool: jax.Array, ids: jax.Array, size: int) -> list[jax.Array]:
-    """Arrays `[size, L, *page_shape]`."""
-    return [gather_pages(pool, ids[i : i + size]) for i in range(0, ids.shape[0], size)]
+def _small_calls(num_pages: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """(size, arrays) of the jitted calls that copy pages in bundles of the smallest size, and singly what remains."""
+    if not sizes:
+        return [(1, count) for count in split_powers_of_two(num_pages)]
+    whole, singles = divmod(num_pages, sizes[-1])
+    counts = [WHOLE_BUNDLES] * (whole // WHOLE_BUNDLES) + [whole % WHOLE_BUNDLES]
+    return [call for call in (*((sizes[-1], count) for count in counts), (1, singles)) if call[1]]
 
 
-def _gather_singles(pool: jax.Array, ids: jax.Array, size: int) -> list[jax.Array]:
-    """`size` arrays `[1, L, *page_shape]`."""
-    return [jax.lax.dynamic_index_in_dim(pool, ids[i], axis=1, keepdims=False)[None] for i in range(size)]
+def _gather_bundles(pools: tuple[jax.Array, ...], ids: jax.Array, size: int) -> list[list[jax.Array]]:
+    """For each pool arrays `[size, L, *page_shape]` of its pages `ids` [G, N]."""
+    starts = range(0, ids.shape[1], size)
+    return [[gather_pages(pool, ids[g, i : i + size]) for i in starts] for g, pool in enumerate(pools)]
+
+
+def _gather_singles(pools: tuple[jax.Array, ...], ids: jax.Array) -> list[list[jax.Array]]:
+    """For each pool arrays `[1, L, *page_shape]` of its pages `ids` [G, N]."""
+
+    def one(pool: jax.Array, page: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(pool, page, axis=1, keepdims=False)[None]
+
+    return [[one(pool, ids[g, i]) for i in range(ids.shape[1])] for g, pool in enumerate(pools)]
 
 
 def _load(pool: jax.Array, ids: jax.Array, arrays: tuple[jax.Array, ...]) -> jax.Array:

@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from engine_helpers import GREEDY, check, cold, drained, engine, index_of, prompt, run_all
+from engine_helpers import GREEDY, check, cold, drained, engine, index_of, model, prompt, run_all
 
-from prefix_reuse import PrefixReuseError, SamplingParams
+from prefix_reuse import PrefixReuseError, SamplingParams, transfer
 from prefix_reuse.errors import CapacityError, InvalidRequestError
+from prefix_reuse.programs import Programs
 from prefix_reuse.sequence import SequenceState
 
 ONE = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -102,6 +103,85 @@ def test_an_offload_that_cannot_start_only_costs_the_pages(monkeypatch: pytest.M
         assert e.stats().prefill.computed_tokens == n
         assert "injected" in e.stats().faults.last_error
         drained(e)
+
+
+@pytest.mark.parametrize("lengths", [(13, 22), (22, 13)])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_copy_that_fails_costs_the_rows_whose_pages_it_carried(
+    lengths: tuple[int, int], failing: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Two rows leave in one call: 3 + 5 pages in a bundle that both share, or in arrays of their own."""
+    for size, hit in ((8, {0, 1}), (32, {failing})):
+        monkeypatch.setattr(transfer, "SMALL_BUNDLE", size)
+        e = engine(max_prefill_tokens=64)
+        e.programs = e.runner.programs = Programs(model("llama"), e.config, jax.devices()[0])
+        e.runner.transfer = e.programs.transfer
+        prompts = [prompt(n, seed=n) for n in lengths]
+        want = [o.token_ids for o in engine(on=False).generate(prompts, LONG)]
+        ids = [e.submit(p, ONE) for p in prompts]
+        e.step()
+        (flight,) = e.offloader.pending
+        assert [count for _, _, count in flight.rows] == [n // 4 for n in lengths]
+        place = -1 if failing else 0
+        part = flight.copy.payloads[place][0]
+        assert part is not None
+        part.bundle.array.delete()
+        run_all(e)
+        assert e.stats().faults.failed_offloads == sum(lengths[i] // 4 for i in hit)
+        assert "deleted" in e.stats().faults.last_error
+        for i, tokens in enumerate(prompts):
+            assert index_of(e).peek(tokens, e.namespace()).num_pages == (0 if i in hit else lengths[i] // 4)
+        assert len(ids) == 2
+        assert [o.token_ids for o in e.generate(prompts, LONG)] == want  # what was lost is computed again
+        for i, tokens in enumerate(prompts):
+            assert index_of(e).peek(tokens, e.namespace()).num_pages == lengths[i] // 4
+        drained(e)
+
+
+@pytest.mark.parametrize("place", ["begin_copy", "offload"])
+def test_a_row_whose_copy_cannot_start_does_not_stop_the_others_of_its_turn(
+    place: str, monkeypatch: pytest.MonkeyPatch
+):
+    e = engine(max_prefill_tokens=64)
+    prompts = [prompt(13, seed=1), prompt(17, seed=2), prompt(9, seed=3)]
+    for p in prompts:
+        e.submit(p, ONE)
+    owner = {"begin_copy": e.store, "offload": e.runner}[place]
+    real, bad = getattr(owner, place), -1
+
+    def picky(*args: Any) -> Any:
+        if bad in np.asarray(args[0 if place == "begin_copy" else 1]).tolist():
+            raise RuntimeError("injected")
+        return real(*args)
+
+    monkeypatch.setattr(owner, place, picky)
+    e.scheduler.admit()
+    bad = int(e.store.pages(e.scheduler.running[1].id)[2])
+    run_all(e)
+    assert e.stats().faults.failed_offloads == 4
+    assert e.stats().prefill.pages_offloaded == 3 + 2
+    assert [index_of(e).peek(p, e.namespace()).num_pages for p in prompts] == [3, 0, 2]
+    drained(e)
+
+
+def test_the_rows_of_a_turn_leave_in_one_call_and_a_turn_without_a_full_page_in_none(monkeypatch: pytest.MonkeyPatch):
+    e = engine("hybrid", max_prefill_tokens=64)
+    calls: list[int] = []
+    real = e.runner.transfer.offload
+
+    def counted(*args: Any) -> Any:
+        calls.append(len(args[2]))
+        return real(*args)
+
+    monkeypatch.setattr(e.runner.transfer, "offload", counted)
+    for i in range(4):
+        e.submit(prompt(8 + i, seed=i), SamplingParams(max_tokens=9, ignore_eos=True))
+    e.step()  # prompts of 2 full pages each, and four tokens more fill a third; the rest of an answer stays where it is
+    assert calls == [8, 4]
+    calls.clear()
+    run_all(e)
+    assert calls == []
+    drained(e)
 
 
 def test_a_lost_device_spares_rows_that_had_just_completed(monkeypatch: pytest.MonkeyPatch):

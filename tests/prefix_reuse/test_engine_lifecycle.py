@@ -12,7 +12,14 @@ import pytest
 from engine_helpers import GREEDY, check, cold, drained, engine, index_of, model, prompt
 
 from models.testing import toy_tokenizer
-from prefix_reuse import Engine, EngineConfig, PrefixReuseError, SamplingParams, UnsupportedAttentionError
+from prefix_reuse import (
+    Engine,
+    EngineConfig,
+    PrefixReuseError,
+    SamplingParams,
+    UnsupportedAttentionError,
+    device_pages,
+)
 from prefix_reuse.errors import (
     CapacityError,
     ConfigError,
@@ -257,8 +264,8 @@ class SlowCopies(PageTransfer):
 
     fail = False
 
-    def offload(self, pools: Any, device_pages: Any, host_pages: Any) -> PendingCopy:
-        copy = super().offload(pools, device_pages, host_pages)
+    def offload(self, *pages: Any) -> PendingCopy:
+        copy = super().offload(*pages)
         outer = self
 
         class Late(PendingCopy):
@@ -296,8 +303,8 @@ class UnreadyCopies(PageTransfer):
 
     waits = 0
 
-    def offload(self, pools: Any, device_pages: Any, host_pages: Any) -> PendingCopy:
-        copy = super().offload(pools, device_pages, host_pages)
+    def offload(self, *pages: Any) -> PendingCopy:
+        copy = super().offload(*pages)
         outer = self
 
         class UnderWay(PendingCopy):
@@ -393,6 +400,33 @@ def test_page_tables_may_be_overwritten_as_soon_as_they_were_given_to_the_device
         assert np.asarray(pool.context_lens).tolist() == [11, 0, 0, 0]
         assert np.asarray(pool.shared_pages).tolist() == [2, 0, 0, 0]
         account.page_table[:], account.shared_pages[:], context_lens[:] = want, [2, 0, 0, 0], [11, 0, 0, 0]
+
+
+def test_tables_of_all_groups_go_to_the_device_in_one_call_that_takes_no_pages():
+    """A call that fails loses nothing, and what comes out is committed and owned by one group each, fit for donation."""
+    e = engine("hybrid")
+    before = e.runner.pools
+    first, second = e.runner.accounts
+    first.page_table[0, :2], second.page_table[1, 1:4], second.shared_pages[1] = [5, 6], [7, 8, 9], 2
+    first.dirty = True
+    calls = []
+    real = e.programs._tables
+    e.programs._tables = lambda *args: calls.append(args) or real(*args)  # type: ignore[assignment]
+    try:
+        e.runner.sync_tables(np.array([7, 15, 0, 0], np.int32))
+        e.runner.sync_tables(np.zeros(4, np.int32))  # nothing has changed
+    finally:
+        e.programs._tables = real
+    assert len(calls) == 1
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(before))
+    for old, new, account in zip(before, e.runner.pools, e.runner.accounts, strict=True):
+        assert new.kv_pages is old.kv_pages
+        want = device_pages.rebuild(old, account.page_table, account.shared_pages, np.array([7, 15, 0, 0], np.int32))
+        for got, expected in zip(jax.tree.leaves(new), jax.tree.leaves(want), strict=True):
+            assert (got.dtype, got.committed, got.sharding) == (expected.dtype, True, old.kv_pages.sharding)
+            assert np.array_equal(got, expected, equal_nan=True)
+    leaves = jax.tree.leaves(e.runner.pools)
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
 
 
 # ---- cancellation and capacity

@@ -123,31 +123,98 @@ def test_a_group_without_a_page_has_no_part_and_takes_no_room() -> None:
     assert sum(a.shape[0] for a in pending.arrays) == 10 + 6
 
 
-@pytest.mark.parametrize("bundle_bytes", [module.BUNDLE_BYTES, 1])  # 1: pages too large for any bundle
-def test_warmup_leaves_nothing_to_compile_and_the_pool_as_it_was(
-    bundle_bytes: int, monkeypatch: pytest.MonkeyPatch
+def calls_of(t: PageTransfer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the gathers that `t` dispatches from now on."""
+    calls: list[str] = []
+
+    def count(name: str, real: Any) -> Any:
+        return lambda *args: calls.append(name) or real(*args)
+
+    for name in ("_gather_bundles", "_gather_singles"):
+        monkeypatch.setattr(t, name, count(name, getattr(t, name)))
+    return calls
+
+
+def test_pages_of_several_rows_and_groups_leave_in_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small rows share bundles, and calls; a row's own whole bundles hold nothing else, so that they can be staged."""
+    t, pools, lengths = transfer(), [pool(3), pool(2)], [1, 2, 21, 3, 6, 2]
+    rng = np.random.default_rng(0)
+    ids = [rng.permutation(PAGES)[: sum(lengths)] for _ in pools]
+    calls = calls_of(t, monkeypatch)
+    pending = t.offload(pools, ids, np.arange(sum(lengths)), lengths)
+    # By group a call for each of two bundles of 8; for both groups one for four bundles of 4 and one for three pages.
+    assert calls == ["_gather_bundles"] * 5 + ["_gather_singles"]
+    pending.wait()
+    ends = np.cumsum(lengths).tolist()
+    for g, source in enumerate(pools):
+        column = [page[g] for page in pending.payloads]
+        for part, page in zip(column, ids[g], strict=True):
+            assert np.array_equal(np.asarray(part), source[:, page])
+        rows = [column[end - n : end] for end, n in zip(ends, lengths, strict=True)]
+        whole = [[bundle.size for bundle in whole_bundles(row) if bundle.size > 1] for row in rows]  # type: ignore[arg-type]
+        assert whole == [[], [], [8, 8, 4], [], [4], []]
+        (loaded,) = t.load([jnp.zeros_like(source)], [column], [ids[g]])  # type: ignore[list-item]
+        assert np.array_equal(loaded[:, ids[g]], source[:, ids[g]])
+    assert [len(pending.part(end - n, end).payloads) for end, n in zip(ends, lengths, strict=True)] == lengths
+
+
+def test_a_part_of_a_copy_fails_with_its_own_arrays_alone() -> None:
+    t, pools, lengths = transfer(), [pool(3), pool(2)], [3, 5, 1]
+    pending = t.offload(pools, [np.arange(9)] * 2, np.arange(9), lengths)
+    parts = [pending.part(0, 3), pending.part(3, 8), pending.part(8, 9)]
+    lost = pending.payloads[2][1]
+    assert lost is not None
+    lost.bundle.array.delete()
+    shared = {i for i in range(9) if pending.payloads[i][1].bundle is lost.bundle}  # type: ignore[union-attr]
+    assert 1 < len(shared) < 9
+    for part in parts:
+        if shared & set(part.host_pages.tolist()):
+            with pytest.raises(TransferError, match="failed"):
+                part.wait()
+        else:
+            part.wait()
+
+
+@pytest.mark.parametrize(
+    "bundle_bytes", [module.BUNDLE_BYTES, 12_000, 1]
+)  # bundles of 8 and 4; of 4; pages too large for any
+@pytest.mark.parametrize("layers", [(3,), (3, 2)])
+def test_warmup_leaves_nothing_to_compile_and_the_pools_as_they_were(
+    layers: tuple[int, ...], bundle_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BUNDLE_BYTES", bundle_bytes)
-    t, source = transfer(), pool()
-    warm = pool()
+    t, pools = transfer(), [pool(n) for n in layers]
+    warm: Any = [pool(n) for n in layers]
     staging = Staging(jax.devices()[0], 1 << 30)
     for _, move in t.warmups(warm, staging):
         warm = move(warm)
-    assert np.array_equal(np.asarray(warm), np.asarray(source))
+
+    def unchanged() -> bool:
+        return all(np.array_equal(a, b) for a, b in zip(warm, pools, strict=True))
+
+    assert unchanged()
     programs: tuple[Any, ...] = t._gather_bundles, t._gather_singles, t._load, t._load_part
     before = [p._cache_size() for p in programs]
-    for count in (1, 2, 3, 4, 7, 8, 13, 21, 45, 90):
-        ids = np.random.default_rng(count).permutation(PAGES)[:count]
-        parts = offload(t, source, ids)
-        for first in (0, 1, count // 3):
-            (warm,) = t.load([warm], [parts[first:]], [ids[first:]])
-            staging.start(whole_bundles(parts[first:])[::2] if count % 2 else whole_bundles(parts[first:]))
-            (warm,) = t.load([warm], [parts[first:]], [ids[first:]], staging.arrays)
-            staging.clear()
-    singles = [offload(t, source, [page])[0] for page in range(45)]
-    (warm,) = t.load([warm], [singles], [np.arange(45)])
+    for count in (1, 2, 3, 4, 5, 6, 7, 8, 13, 14, 21, 45, 90):
+        rng = np.random.default_rng(count)
+        ids = [rng.permutation(PAGES)[:count] for _ in pools]
+        holes = [some.copy() for some in ids]
+        holes[-1][::3] = -1
+        for pages, lengths in ((ids, None), (ids, np.bincount(np.arange(count) * 3 // 7)), (holes, None)):
+            payloads = t.offload(pools, pages, np.arange(count), lengths).payloads  # type: ignore[arg-type]
+            for first in (0, 1, count // 3):
+                kept = [[i for i in range(first, count) if some[i] >= 0] for some in pages]
+                parts = [[payloads[i][g] for i in some] for g, some in enumerate(kept)]
+                targets = [some[which] for some, which in zip(pages, kept, strict=True)]
+                warm = t.load(warm, parts, targets)  # type: ignore[arg-type]
+                bundles = [b for some in parts for b in whole_bundles(some)]  # type: ignore[arg-type]
+                staging.start(bundles[::2] if count % 2 else bundles)
+                warm = t.load(warm, parts, targets, staging.arrays)  # type: ignore[arg-type]
+                staging.clear()
+    singles = [t.offload(pools, [np.array([page])] * len(pools), np.arange(1)).payloads[0] for page in range(45)]
+    warm = t.load(warm, list(zip(*singles, strict=True)), [np.arange(45)] * len(pools))  # type: ignore[arg-type]
     assert [p._cache_size() for p in programs] == before
-    assert np.array_equal(np.asarray(warm), np.asarray(source))
+    assert unchanged()
 
 
 def test_a_misshapen_part_is_refused_before_anything_is_donated() -> None:

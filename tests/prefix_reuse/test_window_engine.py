@@ -332,8 +332,8 @@ def test_pages_are_given_back_while_their_copies_are_under_way():
     e.copies_in_background = True
     offload = e.runner.offload
 
-    def late(row_pages: Any, host_pages: Any) -> PendingCopy:
-        copy = offload(row_pages, host_pages)
+    def late(*pages: Any) -> PendingCopy:
+        copy = offload(*pages)
         return Late(copy.host_pages, copy.payloads, copy.arrays)
 
     e.runner.offload = late  # type: ignore[method-assign]
