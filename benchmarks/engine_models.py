@@ -37,6 +37,8 @@ from prefix_reuse.transfer import PendingCopy
 from prefix_reuse.verify import run_verify
 
 SECTIONS = ("ttft", "host", "decode", "deterministic", "workload")
+PREFILL_CALLS = 16
+"""Of a turn of the workload: enough for all rows, which then decode together."""
 ONE = SamplingParams(max_tokens=1, ignore_eos=True)
 HEADROOM = 10 << 30
 """Device bytes that are left to activations, logits and staging when the pool of the decode section is sized."""
@@ -377,6 +379,7 @@ class Bench:
             num_device_pages=groups + self.workload_rows * own_pages,
             num_host_pages=groups + (at.requests + self.workload_rows) * own_pages // 2,
             max_rows=self.workload_rows,
+            prefill_calls=PREFILL_CALLS,
             max_context=pages_for(tokens, at.page) * at.page,
             min_prefill_tokens=at.chunk // 4,
             min_decode_rows=max(1, self.workload_rows // 4),

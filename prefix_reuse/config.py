@@ -37,6 +37,9 @@ class EngineConfig:
     """Tokens per sequence at most, prompt and output; None = the model's own limit."""
     max_prefill_tokens: int = 512
     """Tokens computed by one prefill call; longer suffixes are prefilled in chunks. A power of two."""
+    prefill_calls: int = 1
+    """Prefill calls of a turn at most, one after the other while rows wait for theirs, before others decode on. More: decode
+    batches are fuller (throughput of many requests); 1: rows that decode are held up least."""
     min_prefill_tokens: int = 16
     """Tokens of the smallest prefill program, a power of two: shorter suffixes are padded to it. Larger compiles less."""
     min_decode_rows: int = 1
@@ -97,7 +100,7 @@ class EngineConfig:
         for name in ("min_prefill_tokens", "min_decode_rows"):
             if not is_power_of_two(getattr(self, name)):
                 raise ConfigError(f"{name} must be a power of two, got {getattr(self, name)}")
-        for name in ("num_device_pages", "num_host_pages", "max_rows", "decode_steps", "max_stop_ids"):
+        for name in ("num_device_pages", "num_host_pages", "max_rows", "prefill_calls", "decode_steps", "max_stop_ids"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.staging_bytes is not None and self.staging_bytes < 0:

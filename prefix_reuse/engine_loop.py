@@ -1,6 +1,7 @@
 """One turn of an engine.
 
-    land copies -> admit -> prefetch -> prefill one batch -> offload, publish -> decode to the next boundary
+    (land copies -> admit -> prefetch -> prefill one batch -> offload, publish), as often as `prefill_calls` allows
+    -> decode to the next boundary
 
 A step that fails gives back what it took; where the pools are lost with it, all rows start over (`_recover_device`).
 """
@@ -23,6 +24,19 @@ class EngineLoop(EngineRows):
 
     def _turn(self, stream: Row | None = None) -> None:
         """One turn. `stream` is a row whose reader waits for its next token, see `_decode`."""
+        for _ in range(self.config.prefill_calls):
+            self._let_in()
+            try:
+                prefilled = self._prefill()
+            except Exception:
+                self._decode()  # what one row's prefill does must not stop the others
+                raise
+            if not (prefilled and self._prefill_is_missed()):
+                break
+        self._decode(stream)
+
+    def _let_in(self) -> None:
+        """What comes before a prefill: copies land, pages are given back, rows are admitted."""
         self.offloader.land(wait=not self.copies_in_background or self._copies_are_missed())
         self.runner.transfer.tidy()
         self.offloader.give_back()
@@ -34,12 +48,13 @@ class EngineLoop(EngineRows):
             self._recover_device()
             raise
         self.prefetcher.look_ahead()  # before anything is dispatched: a copy waits for what was dispatched before it
-        try:
-            self._prefill()
-        except Exception:
-            self._decode()  # what one row's prefill does must not stop the others
-            raise
-        self._decode(stream)
+
+    def _prefill_is_missed(self) -> bool:
+        """Whether a row waits for its prefill, or could be let in."""
+        scheduler = self.scheduler
+        if scheduler.waiting and self.runner.accounts[0].free_rows:
+            return True
+        return any(row.state is SequenceState.IN_PREFILL for row in scheduler.running)
 
     def _copies_are_missed(self) -> bool:
         """Whether somebody could be let in, or hit, once copies have landed; or there is nothing else to do."""
@@ -48,10 +63,11 @@ class EngineLoop(EngineRows):
             return True
         return not any(row.is_live and row.state is not SequenceState.ON_HOLD for row in scheduler.running)
 
-    def _prefill(self) -> None:
+    def _prefill(self) -> bool:
+        """One call; whether there was anything to do."""
         chunks, rows = self._next_chunks()
         if not chunks:
-            return
+            return False
         try:
             for chunk, row in zip(chunks, rows, strict=True):
                 self.scheduler.slide(row, chunk.start, chunk.start + len(chunk.tokens))
@@ -90,6 +106,7 @@ class EngineLoop(EngineRows):
                 sample.first_token_at = sample.first_token_at or self._clock()
                 new.append((sample, [token]))
         self._append(new)
+        return True
 
     def _next_chunks(self) -> tuple[list[Chunk], list[Row]]:
         chunks: list[Chunk] = []
