@@ -25,6 +25,8 @@ from pallas_kernels.pallas_gpu import dot, interpret_here, power_of_two, triton_
 from pallas_kernels.route_experts.api import Routing
 
 MOST_EXPERTS, MOST_TOKENS, TABLE = 512, 128, 16384
+NUMBERS_A_WARP = 1024
+"""Of the table of tokens and experts."""
 TILES = 64
 """Tiles of the matmuls that are planned at a time."""
 
@@ -48,7 +50,7 @@ def _route(logits, bias, *, block, interpret, how):
     inputs = (logits, *(() if bias is None else (bias,)))
     table = {"rows": rows, "width": width}
     launch: dict[str, Any] = {
-        "num_warps": min(16, max(1, rows * width // 1024)),
+        "num_warps": min(16, max(1, rows * width // NUMBERS_A_WARP)),
         "num_stages": 1,
         "interpret": interpret,
     }
