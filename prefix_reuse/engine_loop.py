@@ -24,7 +24,7 @@ class EngineLoop(EngineRows):
     def _turn(self, stream: Row | None = None) -> None:
         """One turn. `stream` is a row whose reader waits for its next token, see `_decode`."""
         self.offloader.land(wait=not self.copies_in_background or self._copies_are_missed())
-        self.runner.transfer.tidy()
+        self._tidy()
         self.offloader.give_back()
         if self.config.poison:
             self.runner.poison_lost_pages()
