@@ -120,7 +120,7 @@ def measure(
 ) -> tuple[dict[str, Any], Any]:
     """Times of one step, and the pool that comes back."""
     attend = make_attend(model.kv_groups)
-    step = jit_step(partial(decode_steps, model, attend, LONG), jax.devices()[0], **xla)
+    step = jit_step(partial(decode_steps, model, attend, LONG), **xla)
     batches = {n: make_inputs(model, B, context, n, plan) for n in (SHORT, LONG)}
     started = time.perf_counter()
     program = step.lower(model.params, (state,), batches[SHORT]).compile()

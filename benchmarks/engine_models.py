@@ -552,8 +552,8 @@ class _SamePage:
     def load(self, pools: Any, parts: Any, device_pages: Any, staged: Any = None) -> Any:
         raise RuntimeError("a page that was never copied to the host must not be loaded")
 
-    def tidy(self) -> None:
-        self._transfer.tidy()
+    def tidy(self, most: int | None = 1) -> None:
+        self._transfer.tidy(most)
 
 
 # ---- figures

@@ -38,7 +38,7 @@ class EngineLoop(EngineRows):
     def _let_in(self) -> None:
         """What comes before a prefill: copies land, pages are given back, rows are admitted."""
         self.offloader.land(wait=not self.copies_in_background or self._copies_are_missed())
-        self.runner.transfer.tidy()
+        self._tidy()
         self.offloader.give_back()
         if self.config.poison:
             self.runner.poison_lost_pages()

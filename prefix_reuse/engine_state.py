@@ -17,7 +17,7 @@ from prefix_reuse.cache import PrefixCache
 from prefix_reuse.capability import check_model, get_prefix_reuse_capability
 from prefix_reuse.config import EngineConfig, SamplingParams
 from prefix_reuse.deterministic import deterministic_means
-from prefix_reuse.errors import ConfigError, SnapshotError, UnknownRequestError
+from prefix_reuse.errors import ConfigError, SnapshotError, TransferError, UnknownRequestError
 from prefix_reuse.geometry import StoreGeometry, canonical_device
 from prefix_reuse.hashing import weight_fingerprint
 from prefix_reuse.host_store import HostPageStore
@@ -96,7 +96,7 @@ class EngineState:
             self.intake,
             adopt=self.programs.transfer.adopt,
             land=self.offloader.land,
-            tidy=lambda: self.programs.transfer.tidy(None),
+            tidy=lambda: self._tidy(None),
             identity=lambda: Identity(self.intake.base_namespace(), geometry, platform),
             counters=self.counters.snapshot,
             snapshot_dir=config.snapshot_dir,
@@ -120,6 +120,14 @@ class EngineState:
     def _host_pages_freed(self, host_pages: np.ndarray) -> None:
         for account in self.runner.accounts:
             account.forget(np.asarray(host_pages).tolist())
+
+    def _tidy(self, most: int | None = 1) -> None:
+        """See `PageTransfer.tidy`; nobody's work fails for it, but it is counted."""
+        try:
+            self.runner.transfer.tidy(most)
+        except TransferError as error:
+            self.counters.faults.failed_dissolves += 1
+            self.counters.faults.last_error = f"{type(error).__name__}: {error}"
 
     def _live(self, request_id: int) -> Request:
         if request_id not in self._requests:

@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from prefix_reuse.errors import TransferError
+
 
 class Bundle:
     """An immutable array `[N, L, *page_shape]` in host memory, and its parts that are alive."""
@@ -109,6 +111,9 @@ class Bundles:
 
         Returns:
           Parts that were moved.
+
+        Raises:
+          TransferError: a part could not be copied; its bytes are where they were, and the next call tries it again.
         """
         moved = done = 0
         while self.sparse and (most is None or done < most):
@@ -120,9 +125,11 @@ class Bundles:
                     if part is not None and part.bundle is bundle:
                         self._move_out(part)
                         moved += 1
-            except Exception:
+            except Exception as error:
                 self.sparse.insert(0, bundle.own_ref)
-                break
+                raise TransferError(
+                    f"a bundle with {bundle.live} of {bundle.size} pages left stays as it is: {error}"
+                ) from error
             done += 1
         return moved
 

@@ -55,8 +55,8 @@ class Programs:
             partial(prefill_step, model, attend),
             partial(decode_steps, model, attend, config.decode_steps, row_invariant=exact),
         )
-        self.prefill = PackedCall(count("prefill_step", prefill), **step_options(device, **PREFILL_OPTIONS, **options))
-        self.decode = PackedCall(count("decode_steps", decode), **step_options(device, **options))
+        self.prefill = PackedCall(count("prefill_step", prefill), **step_options(**PREFILL_OPTIONS, **options))
+        self.decode = PackedCall(count("decode_steps", decode), **step_options(**options))
         here = jax.sharding.SingleDeviceSharding(device)
         self._tables = PackedCall(count("rebuild_tables", _tables), static_argnums=0, out_shardings=here)
         self.unembed = jax.jit(count("unembed", model.unembed), compiler_options=options or None)
@@ -94,22 +94,19 @@ class Programs:
         return (*shape, config.attention, config.decode_steps, device, exact)
 
 
-def jit_step(step: Callable[..., Any], device: Any, **options: Any) -> Any:
+def jit_step(step: Callable[..., Any], **options: Any) -> Any:
     """`step(params, pools, inputs)` jitted, its pools donated; `options` are XLA's, beside the default ones."""
-    return jax.jit(step, **step_options(device, **options))
+    return jax.jit(step, **step_options(**options))
 
 
-def step_options(device: Any, **options: Any) -> dict[str, Any]:
+def step_options(**options: Any) -> dict[str, Any]:
     """What `jax.jit` is given for a step: donated pools, and XLA's `options` beside the default ones.
 
     On a GPU XLA must not compute anything twice to save memory: it takes the pools, which it was given and returns, for
-    memory that the step needs, and beside a pool that fills the card it recomputed every projection three times.
+    memory that the step needs, and beside a pool that fills the card it recomputed every projection three times. Elsewhere
+    it takes the options of GPUs, and ignores them.
     """
-    if device.platform == "gpu":
-        options = {"xla_gpu_memory_limit_slop_factor": 10_000, **options}
-    else:
-        options = {name: value for name, value in options.items() if not name.startswith("xla_gpu")}
-    return {"donate_argnums": 1, "compiler_options": options or None}
+    return {"donate_argnums": 1, "compiler_options": {"xla_gpu_memory_limit_slop_factor": 10_000, **options}}
 
 
 def _tables(

@@ -78,6 +78,9 @@ class FaultCounters:
     failed_loads: int = 0
     failed_prefetches: int = 0
     """Copies that could not be started early; the pages are copied when their row is let in."""
+    failed_dissolves: int = 0
+    """Times that the memory of a bundle with few pages left could not be freed for want of memory for their copies; the next
+    turn tries it again. Host memory may then exceed what `max_host_bytes` says."""
     device_resets: int = 0
     last_error: str = ""
     """What the last failed copy or load said."""

@@ -92,7 +92,7 @@ class PageTransfer:
     def __init__(self, device: Any, counter: CompilationCounter):
         host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
         # Lets a bundle be gathered while the one before it is on the link.
-        overlap = {"xla_gpu_enable_latency_hiding_scheduler": True} if device.platform == "gpu" else None
+        overlap = {"xla_gpu_enable_latency_hiding_scheduler": True}
         self._gather_bundles = jax.jit(
             counter.traced("offload_pages", _gather_bundles),
             out_shardings=host,
@@ -259,7 +259,10 @@ class PageTransfer:
         return tuple(None if part is None else self.bundles.alone(part) for part in payload)
 
     def tidy(self, most: int | None = 1) -> None:
-        """Frees the memory of up to `most` bundles of which few pages are left (None = all); copies those pages."""
+        """Frees the memory of up to `most` bundles of which few pages are left (None = all); copies those pages.
+
+        Raises `TransferError` where that is not possible now; nothing is lost, and the next call tries it again.
+        """
         self.bundles.dissolve(most)
 
     def warmups(

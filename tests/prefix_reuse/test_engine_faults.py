@@ -392,3 +392,31 @@ def test_warmup_is_refused_while_rows_run():
 
 def test_an_empty_batch_gives_no_outputs():
     assert engine().generate([]) == []
+
+
+def test_memory_that_cannot_be_freed_is_counted_and_costs_no_turn(monkeypatch: pytest.MonkeyPatch):
+    """A bundle with few pages left, and no room for their copies: the pages stay readable, the next turn frees it."""
+    monkeypatch.setattr(transfer, "SMALL_BUNDLE", 8)
+    e = engine(max_prefill_tokens=64, poison=False)
+    tokens = prompt(33, seed=1)
+    want = e.generate(tokens, GREEDY)[0].token_ids
+    bundles = e.runner.transfer.bundles
+    assert e.evict_host_entries(5) == 5
+    assert len(bundles.sparse) == 1
+    bundle = bundles.sparse[0]()
+    with monkeypatch.context() as patch:
+        patch.setattr(bundles, "alone", fails)
+        assert e.generate(tokens[:5], ONE)[0].cached_tokens == 4
+    faults = e.stats().faults
+    assert faults.failed_dissolves >= 1
+    assert "injected" in faults.last_error
+    assert "failed_dissolves" in str(e.stats())
+    assert bundle is not None
+    assert bundle.live == 3
+    counted = faults.failed_dissolves
+    e.drop_device_pages()
+    out = e.generate(tokens, GREEDY)[0]
+    assert (out.token_ids, out.cached_tokens) == (want, 12)
+    assert bundle.live == 0
+    assert e.stats().faults.failed_dissolves == counted
+    drained(e)

@@ -68,9 +68,10 @@ def test_one_shape_is_traced_once_and_what_was_packed_may_be_overwritten() -> No
 def test_donation_and_lowering_are_those_of_jit() -> None:
     call = PackedCall(lambda x, tree: x + tree["ids"].sum(), donate_argnums=0)
     x = jnp.zeros(1000, jnp.int32)
-    memory = call.lower(x, batch(0)).compile().memory_analysis()
-    assert memory.alias_size_in_bytes == x.nbytes
-    call(x, batch(0))
+    program = call.lower(x, batch(0)).compile()
+    assert program.memory_analysis().alias_size_in_bytes == x.nbytes
+    words, rest, _ = pack(batch(1))
+    assert np.array_equal(program(x + 0, words=words, rest=rest), call(x, batch(1)))
     assert x.is_deleted()
     with pytest.raises(KeyError):
         call(jnp.zeros(1000, jnp.int32), {})
