@@ -462,6 +462,7 @@ class Bench:
 
     def _profile_warm(self, engine: Engine, base: np.ndarray) -> None:
         at = self.lengths
+        print_kernels("a cold TTFT", kernel_times(lambda: first_token(engine, self.fresh(at.cached + at.new))), 1)
         print_timeline("a warm TTFT", timeline(lambda: first_token(engine, self._after(base, at.new))))
         runs = [phase_times(engine, lambda: first_token(engine, self._after(base, at.new))) for _ in range(5)]
         print_phases("a warm TTFT", runs)
