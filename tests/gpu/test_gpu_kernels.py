@@ -9,6 +9,7 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels.layout import pool_shape
+from pallas_kernels.ragged_paged_attention import mosaic_gpu
 from pallas_kernels.testing import (
     AppendKVTests,
     CopyPagesTests,
@@ -18,6 +19,7 @@ from pallas_kernels.testing import (
     RaggedPagedAttentionTests,
     RouteExpertsTests,
     RowInvariantMatmulTests,
+    make_inputs,
 )
 
 pytestmark = pytest.mark.gpu
@@ -74,21 +76,55 @@ class TestMosaicDecode(_NeverRefused, PagedDecodeAttentionTests):  # type: ignor
         self.check_against_oracle(PagedCase("mosaic", rows, page_size=page, **{**self.fields, **options}), 8)
 
 
-class TestMosaicPrefill(_NeverRefused, RaggedPagedAttentionTests):  # type: ignore[misc]
-    """Tiles that are one row's alone, and tiles of several, whose tokens leave one by one; rows of more than a chunk."""
+# Tiles that are one row's alone, and tiles of several, whose tokens leave one by one; rows of more than a chunk of 2048 keys.
+SPLIT = ((70, 600), (0, 20), (1, 1), (130, 2300), (3, 33), (17, 17), (200, 4200))
+WHOLE = (*SPLIT, *((1, keys) for keys in range(1, 61)))  # so many tiles that one block adds up all chunks of its tile
+PLAIN = {"heads": 8, "kv_heads": 2, "dtype": "bfloat16", "padding": 5}
+WINDOW = {**PLAIN, "window": 40, "sinks": True}
+GROUP16 = {**PLAIN, "heads": 16, "kv_heads": 1, "window": 1}
+CAPPED = {**PLAIN, "dtype": "float16", "soft_cap": 5.0}
+MOSAIC_PREFILL = (
+    PagedCase("64_split_group16_window_of_one", SPLIT, head_dim=64, page_size=64, **GROUP16),
+    PagedCase("64_whole_soft_cap_f16", WHOLE, head_dim=64, page_size=128, **CAPPED),
+    PagedCase("64_whole_window_sinks", WHOLE, head_dim=64, page_size=32, **WINDOW),
+    PagedCase("80_split", SPLIT, head_dim=80, page_size=16, **PLAIN),
+    PagedCase("80_whole_window_sinks", WHOLE, head_dim=80, page_size=32, **WINDOW),
+    PagedCase("96_split_soft_cap_f16", SPLIT, head_dim=96, page_size=128, **CAPPED),
+    PagedCase("96_whole", WHOLE, head_dim=96, page_size=16, **PLAIN),
+    PagedCase("128_split_window_sinks", SPLIT, head_dim=128, page_size=32, **WINDOW),
+    PagedCase("128_whole", WHOLE, head_dim=128, page_size=64, **PLAIN),
+)
 
-    @pytest.fixture(autouse=True, params=[64, 80, 96, 128])
-    def _heads(self, request: pytest.FixtureRequest) -> None:
-        self.use_heads_of(request.param)
 
-    @MOSAIC_OPTIONS
-    def test_matches_float64_with_nan_in_everything_unowned(self, page, options):
-        rows = ((70, 600), (0, 20), (1, 1), (130, 2300), (3, 33), (17, 17), (200, 4200))
-        case = PagedCase("mosaic", rows, page_size=page, padding=5, **{**self.fields, **options})
-        self.check_against_oracle(case, 9)
+class _MosaicPrefill(_NeverRefused, RaggedPagedAttentionTests):  # type: ignore[misc]
+    """Not collected as it is: every program compiles for seconds, and `TestMosaicPrefill` picks the fewest."""
 
-    def test_with_a_fixed_tile_calls_of_any_size_have_the_same_bits(self):
-        self.check_fixed_tile("bfloat16")
+    def __init__(self, head_dim: int = 64) -> None:
+        self.use_heads_of(head_dim)
+
+
+class TestMosaicPrefill:
+    """Every head size against float64; bits of heads whose results fill 128 bytes of shared memory and of heads with a gap."""
+
+    @pytest.mark.parametrize("case", MOSAIC_PREFILL, ids=str)
+    def test_matches_float64_with_nan_in_everything_unowned(self, case):
+        inputs = make_inputs(case, 9)
+        assert mosaic_gpu.sizes(inputs.q, inputs.pool, inputs.page_table).split == (case.rows is SPLIT)  # type: ignore[arg-type]
+        _MosaicPrefill().check_against_oracle(case, 9)
+
+    @pytest.mark.parametrize("head_dim", [64, 80])
+    def test_row_has_the_same_bits_in_any_batch(self, head_dim):
+        _MosaicPrefill(head_dim).test_row_has_the_same_bits_in_any_batch()
+
+    @pytest.mark.parametrize("head_dim", [64, 80])
+    def test_with_a_fixed_tile_calls_of_any_size_have_the_same_bits(self, head_dim):
+        _MosaicPrefill(head_dim).check_fixed_tile("bfloat16")
+
+    def test_chunks_split_at_page_edges_have_the_same_bits(self):
+        _MosaicPrefill().test_chunks_split_at_page_edges_have_the_same_bits(40)
+
+    def test_unowned_memory_changes_no_bit(self):
+        _MosaicPrefill().test_unowned_memory_changes_no_bit(20)
 
 
 class TestDispatchedGroupedMatmul(GroupedMatmulTests):
