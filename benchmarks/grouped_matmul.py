@@ -94,12 +94,12 @@ MANY = {
 # The ways to unpack under the launch of this card's table, first what was before; then other launches of the last one:
 # block_n, block_k, warps, stages, swap.
 UNPACK = (0, 1, 2)
-TOKENS = {32: 128, 16: 64, 64: 256, 128: 2048}
+TOKENS = ((32, 128), (16, 64), (16, 1), (64, 256), (128, 2048))  # rows of a tile, tokens
 OTHERS = {
-    16: [(128, 128, 4, 4), (128, 128, 8, 4), (64, 256, 4, 3, 1)],
+    16: [(128, 128, 4, 4), (64, 256, 4, 3), (128, 128, 8, 4)],
     32: [(256, 128, 8, 3, 1), (128, 128, 4, 4, 1), (128, 256, 8, 3, 1)],
-    64: [(128, 128, 8, 3, 1), (128, 128, 4, 3, 1)],
-    128: [(128, 128, 8, 3, 1)],
+    64: [(128, 128, 4, 3, 1), (128, 128, 8, 3, 1)],
+    128: [(256, 64, 8, 4, 1), (128, 128, 8, 3, 1)],
 }
 
 
@@ -259,7 +259,7 @@ def make_variants(case: Case) -> Iterator[Variant]:
     """All launches of a matmul."""
     weights = copies_of(case)
     before = jax.jit(lambda weights: [as_before(weight) for weight in weights])(weights)
-    for block_m, tokens in TOKENS.items():
+    for block_m, tokens in TOKENS:
         routings = jnp.asarray(make_routings(case, tokens))
         x = jax.random.normal(jax.random.key(1), (tokens * case.k, case.columns), jnp.bfloat16)
         for label, config in variants_of(block_m).items():
