@@ -33,7 +33,8 @@ from models.rope import RopeConfig
 from models.tokenizer import Tokenizer
 from pallas_kernels.grouped_matmul.mxfp4 import CODES, Mxfp4, padded_scales
 
-MANIFEST, FORMAT, VERSION = "prefix_reuse_model.json", "prefix-reuse model", 1
+MANIFEST, FORMAT, VERSION = "prefix_reuse_model.json", "prefix-reuse model", 2
+"""Version 1 had another order of codes in MXFP4 words (`Mxfp4`); its other models are read."""
 TOKENIZER, TEMPLATE, PARAMS = "tokenizer.json", "chat_template.jinja", "params"
 
 
@@ -107,6 +108,8 @@ def read_manifest(folder: Path) -> Mapping[str, Any]:
         )
     if manifest.pop("sha256", None) != _seal(manifest):
         raise CheckpointError(f"{path} is damaged: its content does not fit its checksum")
+    if manifest["version"] < 2 and any(name.endswith(".blocks") for name in manifest["parameters"]):
+        raise CheckpointError(f"{folder} has MXFP4 weights in the order of format 1: export the model again")
     found = _sizes(folder)
     torn = [name for name, (size, _) in manifest["files"].items() if found.get(name) != size]
     if torn:

@@ -2,13 +2,20 @@
 
 A code is a sign, two bits of exponent and one of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4, 6 (OCP Microscaling formats, 2023).
 In checkpoints a byte holds two neighbours. Here a block is eight 16-bit words; word j holds columns j, 8 + j, 16 + j and
-24 + j, the first in its lowest bits. Two neighbouring words are one register, and each of its four pairs of codes becomes a
-register of two bfloat16 without moving a bit from one half to the other.
+24 + j: places 0 to 3. With M = 0x81C0, the sign of a bfloat16, the lowest bits of its exponent and the highest of its mantissa,
+and s the word w with its bytes exchanged, the codes are
+
+    w & M,  (w ^ w << 4) & M,  (s ^ s << 2) & M,  (s ^ s << 6) & M
+
+which a GPU makes of a register of two words in 8 instructions, one a code (`lop3`) and four shared ones; nothing that moves
+from one half to the other gets under M. No order of codes that are only shifted and masked does with fewer than 11: 16 bits
+cannot be covered by four places of M. The exclusive ors make up for that.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import flax.struct
@@ -61,8 +68,7 @@ class Mxfp4:
         """
         blocks, scales = jnp.asarray(blocks), jnp.asarray(scales)
         codes = jnp.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], CODES, WORDS)
-        places = 4 * jnp.arange(CODES, dtype=jnp.uint16)[:, None]
-        words = jnp.sum(codes.astype(jnp.uint16) << places, axis=-2, dtype=jnp.uint16)
+        words = word_of([codes[..., place, :].astype(jnp.uint16) for place in range(CODES)])
         spare = padded_scales(BLOCK * scales.shape[-1]) - scales.shape[-1]
         padding = [(0, 0)] * (scales.ndim - 1) + [(0, spare)]
         return cls(words.reshape(*blocks.shape[:-2], -1), jnp.pad(scales, padding))
@@ -85,13 +91,39 @@ def mxfp4_bytes(shape: tuple[int, ...]) -> int:
     return math.prod(shape[:-1]) * (shape[-1] // 2 + padded_scales(shape[-1]))
 
 
+def word_of(codes: Sequence[Any]) -> Any:
+    """uint16 words of the codes at places 0 to 3, uint16 0 to 15, NumPy's or JAX's: the opposite of `code_of`."""
+    first, second, third, fourth = ((code & 8) << 12 | (code & 7) << 6 for code in codes)
+    word = _exchanged(first | (first ^ second) >> 4)
+    word = word | (fourth ^ word << 6) & 0x40
+    word = word | (third ^ word << 2) & 0x100
+    word = word | ((third ^ word) & 0x80C0) >> 2
+    return _exchanged(word | ((fourth ^ word) & 0x8180) >> 6)
+
+
+def code_of(words: Any, place: int) -> Any:
+    """Codes, 0 to 15, at one place of uint16 words, NumPy's or JAX's."""
+    words = words if place < 2 else _exchanged(words)
+    placed = words ^ (words << (0, 4, 2, 6)[place]) if place else words
+    return placed >> 12 & 8 | placed >> 6 & 7
+
+
 def value_of(words: jax.Array, place: int) -> jax.Array:
-    """bfloat16 of the codes at one place, 0..3, of uint16 words, without their block's factor.
+    """bfloat16 of the codes at one place, 0 to 3, of uint16 words, without their block's factor."""
+    return decode(code_of(words, place))
+
+
+def decode(codes: jax.Array) -> jax.Array:
+    """bfloat16 of uint16 codes, 0 to 15.
 
     No table, which a kernel could not hold, and no denormal number, which a CPU takes for zero.
     """
-    codes = words >> (4 * place)
     normal = jax.lax.bitcast_convert_type(((codes & 7) << 6) + (126 << 7), jnp.bfloat16)
     small = (codes & 1).astype(jnp.bfloat16) * 0.5
     magnitude = jnp.where((codes & 6) == 0, small, normal)
     return jnp.where((codes & 8) == 0, magnitude, -magnitude)
+
+
+def _exchanged(words: Any) -> Any:
+    """With their two bytes exchanged."""
+    return words << 8 | words >> 8

@@ -93,8 +93,8 @@ def test_what_is_not_a_whole_export_is_refused(tmp_path: Path) -> None:
 
     models.save(model, folder)
     refused("exported in float32; for bfloat16", dtype="bfloat16")
-    change_manifest(folder, version=2)
-    refused("format 2, this version reads up to 1")
+    change_manifest(folder, version=3)
+    refused("format 3, this version reads up to 2")
     change_manifest(folder, format="another")
     refused("does not describe an exported model")
     change_manifest(folder, family="Mamba")
@@ -120,6 +120,15 @@ def test_what_is_not_a_whole_export_is_refused(tmp_path: Path) -> None:
     refused(f"damaged: .*{largest.name} changed")
     assert same(models.load(folder), model)
     assert names_in(tmp_path) == {"export"}
+
+
+def test_exports_of_format_1_are_read_unless_they_are_packed(tmp_path: Path) -> None:
+    for name, model in (("dense", tiny_llama()), ("packed", models.load(TINY / "gpt_oss_mxfp4"))):
+        models.save(model, tmp_path / name)
+        change_manifest(tmp_path / name, version=1)
+    assert same(models.load(tmp_path / "dense"), tiny_llama())
+    with pytest.raises(models.CheckpointError, match="in the order of format 1: export the model again"):
+        models.load(tmp_path / "packed")
 
 
 def test_packed_exports_are_not_expanded_silently(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from models.mxfp4 import dequantise, random_mxfp4
 from models.rope import RopeConfig, rope_table
 from models.testing import TOY_EOS, reference_generate, reference_logits, tiny_hybrid, tiny_llama, toy_tokenizer
 from pallas_kernels import Mxfp4, RowInvariance
+from pallas_kernels.grouped_matmul.mxfp4 import code_of
 from pallas_kernels.qkv_rope.reference import rotate
 from pallas_kernels.route_experts.reference import MOST_COMPARED, sort_stably
 
@@ -203,6 +204,6 @@ def test_random_packed_weights_have_the_size_of_a_trained_models(columns: int) -
     values = np.asarray(weight.values())
     assert np.std(values) == pytest.approx(columns**-0.5, rel=0.03)
     assert abs(np.mean(values)) < 0.03 * columns**-0.5
-    codes = {int(code) for place in range(4) for code in np.unique(np.asarray(weight.blocks) >> (4 * place) & 15)}
+    codes = {int(code) for place in range(4) for code in np.unique(code_of(np.asarray(weight.blocks), place))}
     assert codes == set(range(16))
     assert columns != 2880 or set(np.unique(np.asarray(weight.scales))) == {119, 120}

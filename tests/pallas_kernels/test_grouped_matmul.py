@@ -13,7 +13,7 @@ import pytest
 import pallas_kernels as pk
 from models.mxfp4 import dequantise
 from pallas_kernels.grouped_matmul import triton
-from pallas_kernels.grouped_matmul.mxfp4 import mxfp4_bytes, value_of
+from pallas_kernels.grouped_matmul.mxfp4 import CODES, code_of, mxfp4_bytes, value_of, word_of
 from pallas_kernels.grouped_matmul.plan import plan_tiles
 from pallas_kernels.testing import GroupedMatmulTests, random_mxfp4
 
@@ -81,7 +81,14 @@ def test_packed_weights_are_the_checkpoints_numbers_exactly():
     assert weight.nbytes == mxfp4_bytes(weight.shape) == 127 * 3 * (32 + 16)
 
 
-@pytest.mark.parametrize("place", range(4))
+def test_every_word_has_its_own_four_codes():
+    words = np.arange(65536, dtype=np.uint16)
+    codes = [code_of(words, place) for place in range(CODES)]
+    np.testing.assert_array_equal(word_of(codes), words)
+    assert np.unique(codes[0] | codes[1] << 4 | codes[2] << 8 | codes[3] << 12).size == words.size
+
+
+@pytest.mark.parametrize("place", range(CODES))
 def test_the_shifts_of_the_gpu_kernel_give_the_codes_values(place):
     """What its PTX does to a register of two words, in numpy."""
     low, high = np.arange(65536, dtype=np.uint32), np.random.default_rng(0).permutation(65536).astype(np.uint32)
