@@ -868,7 +868,7 @@ def test_nothing_compiles_after_warmup(tmp_path: Path):
 @pytest.mark.parametrize("kind", ["llama", "hybrid"])
 def test_nothing_compiles_when_rows_of_every_kind_share_a_batch(kind: str):
     """Greedy, random and penalised rows, one sample and several; scores; pages that windows have passed; copies again."""
-    e = engine(kind, prefill_calls=3)
+    e = engine(kind, prefill_calls=3, staging_bytes=0)
     e.warmup()
     before, compiled = dict(e.stats().compilations), heard_compilations()
     greedy = SamplingParams(max_tokens=9, ignore_eos=True)
