@@ -88,7 +88,7 @@ class EngineLoop(EngineRows):
             self.counters.prefill.computed_tokens += len(chunk.tokens)
             self.scheduler.commit(row, row.prefilled_tokens)
         self.offloader.flush_full_pages(rows)
-        first, new = 0, []
+        first, new, ended = 0, [], []
         for i, (chunk, row) in enumerate(zip(chunks, rows, strict=True)):
             here = slice(first, first + len(chunk.tokens))
             first = here.stop
@@ -99,13 +99,13 @@ class EngineLoop(EngineRows):
             row.move_to(SequenceState.PREFILLED)
             end_group(row)
             if row.scoring:
-                self._complete(row, "length")
+                ended.append((row, "length"))
                 continue
             for sample, token in [(row, int(next_tokens[i])), *further.get(i, [])]:
                 self.scheduler.commit(sample, row.prefilled_tokens)
                 sample.first_token_at = sample.first_token_at or self._clock()
                 new.append((sample, [token]))
-        self._append(new)
+        self._append(new, ended)
         return True
 
     def _next_chunks(self) -> tuple[list[Chunk], list[Row]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from prefix_reuse.engine_state import EngineState, Request
 from prefix_reuse.outputs import RequestOutput, SampleOutput, cut_at_stop, find_stop
@@ -15,19 +15,34 @@ from prefix_reuse.sequence import SequenceState
 class EngineRows(EngineState):
     """The part of `Engine` that takes sampled tokens, and ends rows and requests."""
 
-    def _append(self, new: Sequence[tuple[Row, list[int]]]) -> None:
-        """Adds sampled tokens to rows, starts copying what became full to the host, and ends the rows that have ended."""
-        reasons = [self._extend(row, tokens) for row, tokens in new]
-        ended = [(row, reason) for (row, _), reason in zip(new, reasons, strict=True) if reason]
+    def _append(self, new: Sequence[tuple[Row, list[int]]], ended: Iterable[tuple[Row, str]] = ()) -> None:
+        """Adds sampled tokens to rows, starts copying what became full to the host, and ends the rows that have ended.
+
+        What raises, a tokenizer for instance, does so after all rows have their tokens.
+        """
+        ended, errors = list(ended), []
+        for row, tokens in new:
+            try:
+                reason = self._extend(row, tokens)
+            except Exception as error:
+                errors.append(error)
+                continue
+            if reason:
+                ended.append((row, reason))
         gone = set() if self.config.publish_generated else {row.id for row, _ in ended}
         self.offloader.flush_full_pages(row for row, _ in new if row.id not in gone)
         for row, reason in ended:
-            self._complete(row, reason)
+            try:
+                self._complete(row, reason)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _extend(self, row: Row, new: list[int]) -> str | None:
         """Adds sampled tokens; says why they end the row, if they do. The last token never has KV yet."""
-        num_old = len(row.generated)
         row.generated += new
+        self.scheduler.commit(row, row.num_tokens - 1)
         reason = None
         if new and new[-1] in stop_ids_of(self.model, row):
             reason = "stop"
@@ -35,11 +50,12 @@ class EngineRows(EngineState):
             limited_by_pool = row.budget < min(row.params.max_tokens, self.max_context - len(row.prompt))
             reason = "capacity" if limited_by_pool else "length"
         if row.params.stop:
-            keep = find_stop(self.intake.tokenizer(), row.generated, num_old, row.params.stop)
+            keep = find_stop(self.intake.tokenizer(), row.generated, row.searched_tokens, row.params.stop)
+            row.searched_tokens = len(row.generated)
             if keep is not None:
                 del row.generated[keep:]
+                self.scheduler.commit(row, row.num_tokens - 1)
                 reason = "stop"
-        self.scheduler.commit(row, row.num_tokens - 1)
         return reason
 
     def _complete(self, row: Row, reason: str) -> None:

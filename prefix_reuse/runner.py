@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from prefix_reuse import device_pages
@@ -188,10 +187,11 @@ class DeviceRunner:
         index[: len(rows)] = [len(r.generated) + len(n) for r, n in zip(rows, new, strict=True)]
         if any(r.params.uses_penalties for r in rows):
             texts = [np.concatenate([r.tokens, n]) for r, n in zip(rows, new, strict=True)]
-            counts: Any = token_counts(texts, size, self.model.vocab_size)
+            # On the device as below: packed with the small arrays they would make another program of each bucket.
+            counts = jax.device_put(token_counts(texts, size, self.model.vocab_size), self.device)
         else:
             if size not in self._no_counts:
-                self._no_counts[size] = jnp.zeros((size, self.model.vocab_size), jnp.int32)
+                self._no_counts[size] = jax.device_put(token_counts([], size, self.model.vocab_size), self.device)
             counts = self._no_counts[size]
         return {"sampling": state, "counts": counts, "index": index}
 

@@ -63,6 +63,8 @@ class Sequence:
 
     state: SequenceState = SequenceState.QUEUEING
     generated: list[int] = field(default_factory=list)
+    searched_tokens: int = 0
+    """Generated tokens in which no stop string ends."""
     row: int | None = None
     """Row of the device page table while it holds device pages."""
     committed_kv_tokens: int = 0

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import checks, dispatch
 from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, Mxfp4, padded_scales
-from pallas_kernels.grouped_matmul.plan import TilePlan
+from pallas_kernels.grouped_matmul.plan import TilePlan, count_tiles
 
 
 def grouped_matmul(
@@ -36,7 +36,7 @@ def grouped_matmul(
         rows: int32 `[N]`, which row of x `[M, in]` each of the N rows is, 0 to M - 1; None: x has them in order. Read as they
             are needed, so that no sorted copy of x is made.
         tiles: what `plan_tiles` makes of `group_sizes`, as `route_experts` gives it; used where its tiles have the size that
-            is wanted here.
+            is wanted here. Tiles of another number of rows or groups are refused.
         fixed_tile: use one tile for every N, so that a row has equal bits in calls of different N.
         implementation: "reference", "triton", or None for the best on this device.
 
@@ -70,5 +70,9 @@ def grouped_matmul(
     num_rows = x.shape[0] if rows is None else rows.size
     if 0 in (x.shape[0], num_rows, out, columns, groups):
         return jnp.zeros((num_rows, out), x.dtype)
+    if tiles is not None and tiles.group.shape != (count := count_tiles(num_rows, groups, tiles.block),):
+        raise ValueError(
+            f"{num_rows} rows of {groups} groups make {count} tiles of {tiles.block}, got {tiles.group.shape}"
+        )
     options = {"bias": bias, "rows": rows, "tiles": tiles, "fixed_tile": fixed_tile}
     return dispatch.call("grouped_matmul", implementation, x, weight, group_sizes, **options)

@@ -44,7 +44,8 @@ def route_experts(
     """The k best experts of each token, in one or two launches; nothing is donated.
 
     A token's weights and experts depend on its own logits alone. Of equal candidates the expert with the lower number is
-    taken. A NaN among a token's logits makes its weights NaN; its experts are valid numbers all the same.
+    taken. A NaN or +inf among a token's logits, or nothing above -inf, makes its weights NaN; its experts are k different
+    valid numbers all the same.
 
     Args:
         logits: f32 `[T, E]` of the router.

@@ -21,12 +21,17 @@ def route_experts(
         weights, experts = jax.lax.top_k(softmax(logits, fixed_tile), k)
         weights = weights / sum_last(weights, fixed_tile) if normalise else weights
     else:
-        values, experts = jax.lax.top_k(logits, k)
+        values, experts = jax.lax.top_k(comparable(logits), k)
         weights = softmax(values, fixed_tile)
     chosen = experts.reshape(-1)
     order, place = sort_stably(chosen)
     group_sizes = jnp.sum(chosen[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
     return Routing(weights, experts, place.reshape(tokens, k), order // k, group_sizes, None)
+
+
+def comparable(x: jax.Array) -> jax.Array:
+    """x with no -0 and no negative NaN: `top_k` puts the one below 0 and the other below everything."""
+    return jnp.where(x == 0, 0.0, jnp.where(jnp.isnan(x), jnp.nan, x))
 
 
 def softmax(x: jax.Array, fixed: bool) -> jax.Array:

@@ -162,11 +162,11 @@ def _choose(logits_ref, bias_ref, *, rows, width, k, softmax_first, normalise):
     if bias_ref is not None:
         bias = pltriton.load(bias_ref.at[expert[0]], mask=expert[0] < num_experts, other=0.0)
         logits = logits + bias.astype(jnp.float32)[None, :]
-    broken = jnp.sum(jnp.where(logits != logits, 1, 0), axis=1) > 0
-    logits = jnp.where(logits != logits, -jnp.inf, logits)
+    broken, logits = _without_nan(logits)
     if softmax_first:
         powers = jnp.where(real, jnp.exp(logits - jnp.max(logits, axis=1)[:, None]), 0.0)
-        logits = powers / _sum_halves(powers)
+        worse, logits = _without_nan(powers / _sum_halves(powers))  # infinite logits, or none above -inf
+        broken = broken | worse
     values, experts, left = [], [], real
     for _ in range(k):
         best = jnp.max(jnp.where(left, logits, -jnp.inf), axis=1)
@@ -181,6 +181,11 @@ def _choose(logits_ref, bias_ref, *, rows, width, k, softmax_first, normalise):
         total = functools.reduce(jnp.add, values)
         values = [value / total for value in values]
     return [jnp.where(broken, jnp.nan, value) for value in values], experts
+
+
+def _without_nan(x):
+    """Which rows of x have a NaN; and x with -inf for it: a NaN equals nothing, so nothing would be the best that is left."""
+    return jnp.sum(jnp.where(x != x, 1, 0), axis=1) > 0, jnp.where(x != x, -jnp.inf, x)
 
 
 def _sum_halves(x):

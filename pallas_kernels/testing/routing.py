@@ -81,17 +81,26 @@ class RouteExpertsTests:
             np.testing.assert_allclose(some.weights, whole.weights[rows], rtol=0 if self.same_bits else 1e-6)
             np.testing.assert_array_equal(some.experts, whole.experts[rows])
 
-    @pytest.mark.parametrize("tokens", [3, 200])
-    def test_numbers_that_are_none_do_no_harm_to_others(self, tokens: int) -> None:
+    @pytest.mark.parametrize(("tokens", "how"), [(9, "softmax first"), (200, "normalised"), (200, "largest first")])
+    def test_numbers_that_are_none_do_no_harm_to_others(self, tokens: int, how: str) -> None:
+        """A place that two pairs share leaves another one unwritten, and the matmul reads a row that is not there."""
         logits = np.random.default_rng(2).normal(size=(tokens, 8)).astype(np.float32)
-        want = self.run(logits, 2, softmax_first=False)
+        want = self.run(logits, 2, **HOW[how])
         logits[1, 3] = np.nan
-        logits[2] = -np.inf
-        got = self.run(logits, 2, softmax_first=False)
-        assert np.all(np.isnan(got.weights[1]))
-        others = np.delete(np.arange(tokens), [1, 2])
+        logits[2, 5] = np.array(0xFFC00000, np.uint32).view(np.float32)  # the sign bit set, as 0 / 0 is on x86
+        logits[3], logits[4], logits[5] = np.nan, -np.inf, np.inf
+        logits[6, [0, 7]] = np.inf
+        logits[7, 2:] = -np.inf
+        got = self.run(logits, 2, **HOW[how])
+        assert np.all(np.isnan(got.weights[1:7]))
+        assert np.all(np.sort(got.experts[7]) == [0, 1])
+        others = np.delete(np.arange(tokens), np.arange(1, 8))
         np.testing.assert_array_equal(got.weights[others], want.weights[others])
         chosen = np.asarray(got.experts)
         assert np.all((chosen >= 0) & (chosen < 8))
         assert np.all(chosen[:, 0] != chosen[:, 1])
         self.check_places(got, 8)
+
+    def test_zeros_are_equal_whatever_their_sign(self) -> None:
+        got = self.run([[-1.0, -0.0, 0.0, -0.0, -2.0]], 3, softmax_first=False)
+        np.testing.assert_array_equal(got.experts, [[1, 2, 3]])

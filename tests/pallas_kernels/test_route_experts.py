@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_kernels as pk
+from pallas_kernels.grouped_matmul.plan import plan_tiles
 from pallas_kernels.route_experts import triton
 from pallas_kernels.testing import RouteExpertsTests
 
@@ -70,3 +71,12 @@ def test_the_matmul_takes_what_was_routed():
                 implementation=implementation,
             )  # fmt: skip
             assert jnp.allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "groups"), [(12, 5), (24, 6), (600, 5)])
+def test_tiles_of_other_rows_or_groups_are_refused(rows: int, groups: int):
+    """A kernel would read tiles that are not there."""
+    x, weight, sizes = jnp.ones((12, 32)), jnp.ones((5, 16, 32)), jnp.full(5, 4, jnp.int32)
+    tiles = plan_tiles(jnp.zeros(groups, jnp.int32), rows, 16)
+    with pytest.raises(ValueError, match="24 rows of 5 groups make 7 tiles of 16"):
+        pk.grouped_matmul(x, weight, sizes, rows=jnp.zeros(24, jnp.int32), tiles=tiles)

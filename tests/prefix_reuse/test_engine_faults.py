@@ -12,6 +12,7 @@ from engine_helpers import GREEDY, check, cold, drained, engine, index_of, model
 
 from prefix_reuse import PrefixReuseError, SamplingParams, transfer
 from prefix_reuse.errors import CapacityError, InvalidRequestError
+from prefix_reuse.outputs import find_stop
 from prefix_reuse.programs import Programs
 from prefix_reuse.sequence import SequenceState
 
@@ -227,6 +228,44 @@ def test_a_row_whose_prefill_always_fails_does_not_stop_the_others(monkeypatch: 
     e.cancel(failing)
     assert run_all(e)[fine].token_ids == want
     assert e.stats().requests.prefill_failures > 1
+    drained(e)
+
+
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_a_tokenizer_that_fails_costs_no_row_a_token(at: int):
+    """At the first token, and at a boundary where other rows go on and end; stop strings are found all the same."""
+    prompts = [prompt(9, seed=s) for s in range(3)]
+    free = [o.token_ids for o in engine(on=False).generate(prompts, LONG)]
+    e = engine(max_prefill_tokens=64)
+    real = e.intake.tokenizer()
+    stop = real.decode(free[0][5:8])
+    end = find_stop(real, free[0], 0, (stop,))
+    calls: list[None] = []
+
+    class Flaky:
+        def decode(self, token_ids: Any) -> str:
+            calls.append(None)
+            if len(calls) == at:
+                raise RuntimeError("injected")
+            return real.decode(token_ids)
+
+    e.intake.tokenizer = Flaky  # type: ignore[method-assign, assignment]
+    ends = free[2].index(free[2][3]) + 1
+    params = [
+        SamplingParams(max_tokens=30, ignore_eos=True, stop=(stop,)),
+        ONE if at == 1 else LONG,
+        SamplingParams(max_tokens=30, ignore_eos=True, stop_token_ids=(free[2][3],)),
+    ]
+    ids = [e.submit(p, some) for p, some in zip(prompts, params, strict=True)]
+    outputs: dict[int, Any] = {}
+    while len(calls) < at:
+        with contextlib.suppress(RuntimeError):
+            outputs.update((o.request_id, o) for o in e.step())
+        check(e)
+    outputs |= run_all(e)
+    lengths = [end, 1 if at == 1 else 30, ends]
+    assert [outputs[i].token_ids for i in ids] == [t[:n] for t, n in zip(free, lengths, strict=True)]
+    assert [outputs[i].finish_reason for i in ids] == ["stop", "length", "stop"]
     drained(e)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -819,11 +820,8 @@ def test_scoring_without_reuse_reads_and_changes_nothing_of_the_cache():
 # ---- compilations and in-place updates
 
 
-def test_nothing_compiles_after_warmup(tmp_path: Path):
-    """H36: hits of 0, 1, 3, 7 pages, suffixes 1..4, batches 1..4, offload and reload of 1..9 pages; samples; a snapshot."""
-    e = engine(max_prefill_tokens=64, poison=False)
-    e.warmup()
-    before = dict(e.stats().compilations)
+def heard_compilations() -> list[str]:
+    """A list that every compilation from now on adds to."""
     compiled: list[str] = []
 
     def listener(event: str, duration_secs: float, **kwargs: Any) -> None:
@@ -831,6 +829,15 @@ def test_nothing_compiles_after_warmup(tmp_path: Path):
             compiled.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(listener)
+    return compiled
+
+
+def test_nothing_compiles_after_warmup(tmp_path: Path):
+    """H36: hits of 0, 1, 3, 7 pages, suffixes 1..4, batches 1..4, offload and reload of 1..9 pages; samples; a snapshot."""
+    e = engine(max_prefill_tokens=64, poison=False)
+    e.warmup()
+    before = dict(e.stats().compilations)
+    compiled = heard_compilations()
     base = prompt(40, seed=1)
     for pages in (0, 1, 3, 7):
         e.generate(np.append(base[: 4 * pages], 2), GREEDY)
@@ -855,6 +862,30 @@ def test_nothing_compiles_after_warmup(tmp_path: Path):
     assert not compiled
     jax.jit(lambda x: x * 7 + 1)(1.0)
     assert compiled  # the listener does hear compilations
+    drained(e)
+
+
+@pytest.mark.parametrize("kind", ["llama", "hybrid"])
+def test_nothing_compiles_when_rows_of_every_kind_share_a_batch(kind: str):
+    """Greedy, random and penalised rows, one sample and several; scores; pages that windows have passed; copies again."""
+    e = engine(kind, prefill_calls=3, staging_bytes=0)
+    e.warmup()
+    before, compiled = dict(e.stats().compilations), heard_compilations()
+    greedy = SamplingParams(max_tokens=9, ignore_eos=True)
+    mixed = [
+        replace(greedy, **some)
+        for some in ({}, {"temperature": 1.0}, {"repetition_penalty": 1.5}, {"presence_penalty": 1.0, "n": 2})
+    ]
+    for size in (1, 2, 4):
+        for i in range(size):
+            for length in (3, 17, 40):
+                e.submit(prompt(length + i, seed=i), mixed[i - size])
+        run_all(e)
+        e.drop_device_pages()
+    e.score(prompt(50, seed=9), reuse=True)
+    assert e.stats().prefill.hits > 0
+    assert e.stats().compilations == before
+    assert not compiled
     drained(e)
 
 
