@@ -1,15 +1,13 @@
 """grouped_matmul on the expert shapes of gpt-oss-20b and Qwen3-30B-A3B: checked, timed, beside XLA's ragged_dot.
 
     python -m benchmarks.grouped_matmul OUT.json [--check] [--tokens 1,16,64,128,8192] [--only mxfp4] [--seconds 140]
-    python -m benchmarks.grouped_matmul OUT.json --variants [--only down] [--seconds 40]
 
 T tokens choose their experts at random. A chain walks through ROUTINGS choices and enough copies of the weights that no call
 finds its own in the L2. `ms` is wall time per call of a jitted loop (median, least and most of REPEATS differences between a
 long and a short one), the plan of tiles and adding up a row of each result included; `kernel_ms` the kernel alone by the
 profiler. The limit is the larger of bytes over 4.5 TB/s (weights of the experts that have rows, x and y, each once) and
 operations over 700 TFLOP/s. Every timed launch is compared with a float32 oracle on its own output; `--check` does that alone,
-with NaN in the weights of experts without rows. `--variants`: the ways to unpack MXFP4 side by side, for tiles of 16, 32, 64
-and 128 rows; with the launch of this card's table each must give the bits that unpacking gave before.
+with NaN in the weights of experts without rows.
 """
 
 from __future__ import annotations
@@ -17,11 +15,9 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import functools
-import itertools
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +29,6 @@ import numpy as np
 import pallas_kernels as pk
 from benchmarks.profiling import kernel_times
 from models.mxfp4 import dequantise
-from pallas_kernels.grouped_matmul.mxfp4 import CODES, code_of
 from pallas_kernels.grouped_matmul.plan import rows_of_tile
 from pallas_kernels.grouped_matmul.triton import grouped_matmul
 
@@ -89,18 +84,6 @@ MANY = {
         (128, 128, 64, 8, 3, 0, 1), (128, 128, 64, 4, 4),
     ],
 }  # fmt: skip
-
-
-# The ways to unpack under the launch of this card's table, first what was before; then other launches of the last one:
-# block_n, block_k, warps, stages, swap.
-UNPACK = (0, 1, 2)
-TOKENS = ((32, 128), (16, 64), (16, 1), (64, 256), (128, 2048))  # rows of a tile, tokens
-OTHERS = {
-    16: [(128, 128, 4, 4), (64, 256, 4, 3), (128, 128, 8, 4)],
-    32: [(256, 128, 8, 3, 1), (128, 128, 4, 4, 1), (128, 256, 8, 3, 1)],
-    64: [(128, 128, 4, 3, 1), (128, 128, 8, 3, 1)],
-    128: [(256, 64, 8, 4, 1), (128, 128, 8, 3, 1)],
-}
 
 
 def launches(case: Case, tokens: int) -> list[dict[str, int] | None]:
@@ -230,81 +213,6 @@ def error_of(y: Any, x: Any, weight: Any, sizes: np.ndarray) -> float:
     return float(np.max(np.abs(np.asarray(y[rows].astype(jnp.float32)) - want) / bar))
 
 
-def variants_of(block_m: int) -> dict[str, dict[str, int]]:
-    """Label -> launch parameters."""
-    shipped = {f"M{block_m} unpack {unpack}": {"block_m": block_m, "unpack": unpack} for unpack in UNPACK}
-    others = [launch(block_m, *values) for values in OTHERS[block_m]]
-    return shipped | {json.dumps(config): config for config in others}
-
-
-def as_before(weight: Any) -> Any:
-    """The weight with its words in the order before, for `unpack` 0: the code at each place four bits after the last."""
-    words = weight.blocks
-    return pk.Mxfp4(functools.reduce(jnp.bitwise_or, [code_of(words, i) << 4 * i for i in range(CODES)]), weight.scales)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A launch to time; `weight` is the last one of a walk, in the order of today."""
-
-    case: Case
-    tokens: int
-    label: str
-    call: Any
-    args: tuple[Any, Any, Any]
-    weight: Any
-
-
-def make_variants(case: Case) -> Iterator[Variant]:
-    """All launches of a matmul."""
-    weights = copies_of(case)
-    before = jax.jit(lambda weights: [as_before(weight) for weight in weights])(weights)
-    for block_m, tokens in TOKENS:
-        routings = jnp.asarray(make_routings(case, tokens))
-        x = jax.random.normal(jax.random.key(1), (tokens * case.k, case.columns), jnp.bfloat16)
-        for label, config in variants_of(block_m).items():
-            call = functools.partial(grouped_matmul, bias=None, fixed_tile=False, config=config)
-            args = (x, before if config.get("unpack") == 0 else weights, routings)
-            yield Variant(case, tokens, label, call, args, weights[-1])
-
-
-def time_variant(variant: Variant, chain: Any) -> tuple[dict[str, Any], jax.Array]:
-    """Its row and its last result."""
-    x, weights, routings = variant.args
-    row = time_chain(chain, variant.args, ROUTINGS * len(weights))
-    touched = float((np.asarray(routings) > 0).sum(1).mean()) * variant.case.columns * variant.case.out
-    row["weights_per_second"] = touched / (row["kernel_ms"] or row["ms"]) * 1e3
-    y = chain(jnp.int32(1), *variant.args)[0]
-    row["error_over_bar"] = error_of(y, x, variant.weight, np.asarray(routings[-1]))
-    return row, y
-
-
-def measure_variants(cases: Sequence[Case], report: Any, deadline: float) -> bool:
-    """Compiles all variants in parallel, times and compares them one by one; whether all that were timed are right."""
-    good, before = True, None
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        codes = pool.submit(check_codes)
-        variants = [variant for case in cases for variant in make_variants(case)]
-        futures = [pool.submit(compile_chain, variant.call, ROUTINGS, *variant.args) for variant in variants]
-        for variant, future in zip(variants, futures, strict=True):
-            if time.perf_counter() > deadline:
-                future.cancel()
-                report(variant.case, variant.tokens, variant.label, {"skipped": "out of time"})
-                continue
-            try:
-                row, y = time_variant(variant, future.result())
-                if variant.label.endswith(f"unpack {UNPACK[0]}"):
-                    before = y
-                elif "unpack" in variant.label:
-                    row["same_bits"] = before is not None and bool(jnp.array_equal(y, before))
-                good &= row["error_over_bar"] < 1 and row.get("same_bits", True)
-            except Exception as error:
-                good, row = False, {"error": repr(error)[:400]}
-            report(variant.case, variant.tokens, variant.label, row)
-        print("codes exact:", codes.result(), flush=True)
-        return good and codes.result()
-
-
 def check_codes() -> bool:
     """Every code under every scale, against numpy's dequantisation, through the kernel (an identity as x) and `values`."""
     rng = np.random.default_rng(0)
@@ -313,11 +221,10 @@ def check_codes() -> bool:
     true = dequantise(blocks, scales)[0]
     weight = pk.Mxfp4.pack(blocks, scales)
     good = np.array_equal(np.asarray(weight.values())[0][2:], true[2:])  # less would be denormal
-    for swap, unpack in itertools.product((0, 1), UNPACK):
+    for swap in (0, 1):
         x = jnp.eye(32, dtype=jnp.bfloat16)
-        config = launch(32, 64, 64, 4, 2, swap) | {"unpack": unpack}
-        packed = weight if unpack else as_before(weight)
-        y = grouped_matmul(x, packed, jnp.array([32]), bias=None, fixed_tile=False, config=config)
+        config = launch(32, 64, 64, 4, 2, swap)
+        y = grouped_matmul(x, weight, jnp.array([32]), bias=None, fixed_tile=False, config=config)
         good &= np.array_equal(np.asarray(y.astype(jnp.float32)).T[2:], true[2:])
     return good
 
@@ -392,7 +299,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--check", action="store_true", help="compare with the oracle and time nothing")
-    parser.add_argument("--variants", action="store_true", help="compare ways to unpack MXFP4")
     parser.add_argument("--tokens", default="1,64,8192,16,128")
     parser.add_argument("--only", default="", help="cases whose name and kind contain this")
     parser.add_argument("--seconds", type=float, default=140, help="time nothing more after so long")
@@ -416,9 +322,6 @@ def main() -> None:
                 report(case, tokens, "check", check(case, tokens))
         passed = result["codes_exact"] and all(row["passed"] for row in rows)
         raise SystemExit(0 if passed else 1)
-    if options.variants:
-        good = measure_variants([case for case in cases if case.kind == "mxfp4"], report, deadline)
-        raise SystemExit(0 if good else 1)
     for tokens in (int(n) for n in options.tokens.split(",")):
         for case in cases:
             measure(case, tokens, copies_of(case), report, deadline)

@@ -109,15 +109,11 @@ def code_of(words: Any, place: int) -> Any:
 
 
 def value_of(words: jax.Array, place: int) -> jax.Array:
-    """bfloat16 of the codes at one place, 0 to 3, of uint16 words, without their block's factor."""
-    return decode(code_of(words, place))
-
-
-def decode(codes: jax.Array) -> jax.Array:
-    """bfloat16 of uint16 codes, 0 to 15.
+    """bfloat16 of the codes at one place, 0 to 3, of uint16 words, without their block's factor.
 
     No table, which a kernel could not hold, and no denormal number, which a CPU takes for zero.
     """
+    codes = code_of(words, place)
     normal = jax.lax.bitcast_convert_type(((codes & 7) << 6) + (126 << 7), jnp.bfloat16)
     small = (codes & 1).astype(jnp.bfloat16) * 0.5
     magnitude = jnp.where((codes & 6) == 0, small, normal)

@@ -2,7 +2,7 @@
 
 A program walks the columns from first to last with one accumulator. Which tile has which rows is computed on the device
 (`plan.py`); programs of unused tiles end at once. An MXFP4 tile is read packed and unpacked in registers, two codes at a
-time (see `mxfp4.py`). Its columns are taken in the order in which they are unpacked: place by place of a step's words.
+time (see `mxfp4.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, CODES, WORDS, Mxfp4, decode, value_of
+from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, CODES, WORDS, Mxfp4, value_of
 from pallas_kernels.grouped_matmul.plan import TilePlan, count_tiles, plan_tiles, rows_of_tile
 from pallas_kernels.pallas_gpu import dot, interpret_here, power_of_two, triton_call, tuned
 
@@ -46,8 +46,7 @@ def grouped_matmul(
 
     These are: `block_m` rows, `block_n` outputs and `block_k` columns of a tile; `num_warps`, `num_stages`; `swap`: the
     weight is the left operand of the tensor cores, which on Hopper can come from registers; `group_m`: tiles of rows that go
-    through the outputs together; `unpack`, of MXFP4: 2 (default), one matmul of all places a step; 1, one of each place; 0, as
-    1 was before, of words in the order before, four bits after four bits (to be compared with).
+    through the outputs together.
     """
     packed = isinstance(weight, Mxfp4)
     if packed and x.dtype == jnp.float16:
@@ -91,7 +90,6 @@ def _matmul(x, weight, plan, rows, bias, *, interpret, config):
         swap=bool(options.get("swap", 0)),
         early=_early(**options),
         ahead=options.get("group_m", 8),
-        unpack=options.get("unpack", 2),
         interpret=interpret,
     )
     return triton_call(
@@ -108,7 +106,7 @@ def _matmul(x, weight, plan, rows, bias, *, interpret, config):
 
 def _kernel(
     group_ref, begin_ref, end_ref, x_ref, *refs,
-    tiles, groups, packed, has_rows, has_bias, block_m, block_n, block_k, swap, early, ahead, unpack, interpret,
+    tiles, groups, packed, has_rows, has_bias, block_m, block_n, block_k, swap, early, ahead, interpret,
 ):  # fmt: skip
     """`block_m` rows of one group times `block_n` of its outputs."""
     *weight_refs, out_ref = refs
@@ -153,17 +151,15 @@ def _kernel(
         def mxfp4(step, carry):
             acc, scales = carry
             word = step * (block_k // CODES) + jnp.arange(block_k // CODES, dtype=jnp.int32)
-            words = read(weight_refs[0].at[group, w_row, word[None, :]], block_n, word, CODES)
+            words = read(weight_refs[0].at[group, w_row, word[None, :]], block_n, word * CODES)
             after = scales_of(jnp.minimum(step + 1, steps - 1)) if early else ()
             factor = _factor(scales if early else scales_of(step))
             factor = jnp.broadcast_to(factor[:, :, None], (*factor.shape, WORDS)).reshape(words.shape)
-            together = CODES if unpack == 2 else 1
-            for first in range(0, CODES, together):
-                places = range(first, first + together)
-                column = _columns(step, block_k, places)
-                x = read(x_ref.at[x_row, column[None, :]], block_m, column)
-                code = _unpack if unpack else _unpack_before
-                w = _side_by_side([code(words, factor, place, interpret) for place in places]).astype(x.dtype)
+            # lax.div and lax.rem, not // and %: what those add for negative numbers hides that columns are neighbours.
+            column = jax.lax.div(word, WORDS) * BLOCK + jax.lax.rem(word, WORDS)
+            for place in range(CODES):
+                x = read(x_ref.at[x_row, (column + WORDS * place)[None, :]], block_m, column)
+                w = _unpack(words, factor, place, interpret).astype(x.dtype)
                 acc = acc + (dot(w, x, trans_b=True) if swap else dot(x, w, trans_b=True))
             return acc, after
 
@@ -191,36 +187,17 @@ def _place(program, tiles, numbers, ahead):
     return first + jax.lax.rem(inside, height), jax.lax.div(inside, height)
 
 
-def _read(ref, rows, column, each=1, *, columns, block_k):
-    """A tile of `rows` rows whose columns past the end are zero; `column` counts elements that have `each` columns."""
+def _read(ref, rows, column, *, columns, block_k):
+    """A tile of `rows` rows whose columns past the end are zero."""
     if columns % block_k == 0:
         return pltriton.load(ref)
-    mask = jnp.broadcast_to((column < columns // each)[None, :], (rows, column.shape[0]))
+    mask = jnp.broadcast_to((column < columns)[None, :], (rows, column.shape[0]))
     return pltriton.load(ref, mask=mask, other=0)
 
 
 def _factor(scales):
     """bfloat16 `2 ** (scale - 1)`: weights over what `_unpack` makes of their codes."""
     return jax.lax.bitcast_convert_type((scales.astype(jnp.uint16) + 126) << 7, jnp.bfloat16)
-
-
-def _columns(step, block_k, places):
-    """Columns of a step's codes at these places, in the order of its words, place after place: int32."""
-    # lax.div and lax.rem, not // and %: what those add for negative numbers hides that eight columns are neighbours. So does
-    # a remainder that is divided.
-    number = jnp.arange(len(places) * block_k // CODES, dtype=jnp.int32)
-    place = places.start + jax.lax.div(number, block_k // CODES)
-    block = jax.lax.rem(jax.lax.div(number, WORDS), block_k // BLOCK)
-    return step * block_k + block * BLOCK + place * WORDS + jax.lax.rem(number, WORDS)
-
-
-def _side_by_side(tiles):
-    """Tiles of equal shape, 1, 2 or 4, as one of all their columns; of operands in registers, no register moves."""
-    if len(tiles) == 1:
-        return tiles[0]
-    half = len(tiles) // 2
-    both = jnp.stack([_side_by_side(tiles[:half]), _side_by_side(tiles[half:])], axis=-1)
-    return jnp.transpose(both, (0, 2, 1)).reshape(both.shape[0], -1)
 
 
 def _unpack(words, factor, place, interpret):
@@ -232,7 +209,14 @@ def _unpack(words, factor, place, interpret):
     """
     if interpret:
         return value_of(words, place) * (factor * jnp.asarray(2.0**-126, factor.dtype))
-    return _assemble(f"{_PLACES[place]} mul.rn.bf16x2 $0, c, $2;", words, factor)
+    (weights,) = pltriton.elementwise_inline_asm(
+        f"{{ .reg .b32 b, c; {_PLACES[place]} mul.rn.bf16x2 $0, c, $2; }}",
+        args=[words, factor],
+        constraints="=r,r,r",
+        pack=2,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.bfloat16)],
+    )
+    return weights
 
 
 # The compiler does what two of them share once.
@@ -245,28 +229,8 @@ _PLACES = (
 )
 
 
-def _assemble(instructions, words, factor):
-    (weights,) = pltriton.elementwise_inline_asm(
-        f"{{ .reg .b32 b, c; {instructions} }}",
-        args=[words, factor],
-        constraints="=r,r,r",
-        pack=2,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.bfloat16)],
-    )
-    return weights
-
-
 def place_codes(register, place):
     """What the PTX of `_unpack` does to a register of two words before it multiplies, in numpy, to be tested without a GPU."""
     if place > 1:
         register = (register & 0x00FF00FF) << 8 | register >> 8 & 0x00FF00FF
     return (register ^ register << (0, 4, 2, 6)[place] if place else register) & 0x81C081C0
-
-
-def _unpack_before(words, factor, place, interpret):
-    if interpret:
-        return decode(words >> 4 * place & 15) * (factor * jnp.asarray(2.0**-126, factor.dtype))
-    sign, rest = 12 - 4 * place, 6 - 4 * place
-    move = f"shl.b32 b, $1, {rest};" if rest > 0 else f"shr.b32 b, $1, {-rest};"
-    code = f"{move} and.b32 b, b, 0x01C001C0; shl.b32 c, $1, {sign}; and.b32 c, c, 0x80008000; or.b32 c, b, c;"
-    return _assemble(f"{code} mul.rn.bf16x2 $0, c, $2;", words, factor)
