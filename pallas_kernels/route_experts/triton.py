@@ -3,8 +3,10 @@
     choose   k times the best expert that is left; a table of (token, expert): 1 where it was chosen
     place    pairs of lower experts + pairs of the same expert of earlier tokens: running sums over that table
 
-One program does both, and the tiles of the matmuls that follow, where all tokens fit a table. More tokens take two launches:
-each program chooses for a table of tokens and leaves its counts, of which each program of the second adds up those before it.
+One program does both, and the tiles of the matmuls that follow, for up to 16 tokens. More take two launches: each program
+chooses for a table of tokens and leaves its counts, of which each program of the second adds up those before it. Tables are
+small, since a choice is a chain of reductions: on an H200 one table of 128 tokens took 10 us for 32 experts, for 128 several
+times that.
 
 Without it a layer of experts has a dozen launches around its two matmuls, which bound a short prefill and the decoding of few
 rows.
@@ -20,14 +22,19 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.grouped_matmul.plan import TilePlan, count_tiles, plan_tiles, rows_of_tile, tile_rows
+from pallas_kernels.grouped_matmul.plan import TilePlan, count_tiles, rows_of_tile, tile_rows
 from pallas_kernels.pallas_gpu import dot, interpret_here, power_of_two, triton_call
 from pallas_kernels.route_experts.api import Routing
 
-MOST_EXPERTS, MOST_TOKENS, TABLE = 512, 128, 16384
-NUMBERS_A_WARP = 1024
-"""Of the table of tokens and experts."""
-TILES = 64
+MOST_EXPERTS = 512
+ONE_TABLE = 16
+"""Tokens that are routed by one program."""
+TABLES = ((256, 16), (2048, 32))
+"""(tokens, rows of a table): up to so many tokens; beyond, `LARGEST`: then every program has many counts to add up."""
+LARGEST = 64
+NUMBERS_A_WARP = 512
+"""Of a table."""
+TILES = 32
 """Tiles of the matmuls that are planned at a time."""
 
 
@@ -46,24 +53,26 @@ def route_experts(
 def _route(logits, bias, *, block, interpret, how):
     (tokens, experts), k = logits.shape, dict(how)["k"]
     width = max(16, power_of_two(experts))
-    rows = max(16, min(power_of_two(tokens), MOST_TOKENS, TABLE // width))
+    rows = table_rows(tokens)
     inputs = (logits, *(() if bias is None else (bias,)))
     table = {"rows": rows, "width": width}
     launch: dict[str, Any] = {
-        "num_warps": min(16, max(1, rows * width // NUMBERS_A_WARP)),
+        "num_warps": min(8, max(1, rows * width // NUMBERS_A_WARP)),
         "num_stages": 1,
         "interpret": interpret,
     }
-    pairs = jax.ShapeDtypeStruct((tokens, k), jnp.int32)
+    pairs, tiles = (
+        jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((tokens, k), (count_tiles(tokens * k, experts, block),))
+    )
     chosen = (jax.ShapeDtypeStruct((tokens, k), jnp.float32), pairs)
     placed = (pairs, jax.ShapeDtypeStruct((tokens * k,), jnp.int32), jax.ShapeDtypeStruct((experts,), jnp.int32))
+    planned = (tiles, tiles, tiles, jax.ShapeDtypeStruct((1,), jnp.int32))
     programs = pl.cdiv(tokens, rows)
     if programs == 1:
-        tiles = jax.ShapeDtypeStruct((count_tiles(tokens * k, experts, block),), jnp.int32)
         weights, numbers, place, token, sizes, group, begin, end, used = triton_call(
             functools.partial(_whole_kernel, has_bias=bias is not None, block=block, **table, **dict(how)),
             grid=(1,),
-            out_shape=(*chosen, *placed, tiles, tiles, tiles, jax.ShapeDtypeStruct((1,), jnp.int32)),
+            out_shape=(*chosen, *placed, *planned),
             num_inputs=len(inputs),
             name="route_experts",
             **launch,
@@ -77,44 +86,34 @@ def _route(logits, bias, *, block, interpret, how):
         name="route_experts_choose",
         **launch,
     )(*inputs)
-    place, token, sizes = triton_call(
-        functools.partial(_place_kernel, k=k, **table),
+    place, token, sizes, group, begin, end, used = triton_call(
+        functools.partial(_place_kernel, k=k, block=block, **table),
         grid=(programs,),
-        out_shape=placed,
+        out_shape=(*placed, *planned),
         num_inputs=2,
         name="route_experts_place",
         **launch,
     )(numbers, counts)
-    return Routing(weights, numbers, place, token, sizes, plan_tiles(sizes, tokens * k, block))
+    return Routing(weights, numbers, place, token, sizes, TilePlan(group, begin, end, used[0], block))
+
+
+def table_rows(tokens: int) -> int:
+    """Tokens of one program, a power of two."""
+    if tokens <= ONE_TABLE:
+        return power_of_two(tokens)
+    return next((rows for most, rows in TABLES if tokens <= most), LARGEST)
 
 
 def _whole_kernel(logits_ref, *refs, has_bias, rows, width, block, **how):
     bias_ref, refs = (refs[0], refs[1:]) if has_bias else (None, refs)
-    weights_ref, experts_ref, place_ref, tokens_ref, sizes_ref, group_ref, begin_ref, end_ref, used_ref = refs
+    weights_ref, experts_ref, place_ref, tokens_ref, *planned = refs
     weights, experts = _choose(logits_ref, bias_ref, rows=rows, width=width, **how)
-    token, k = jnp.arange(rows, dtype=jnp.int32), how["k"]
-    num_tokens, num_experts = logits_ref.shape
-    table = _table(experts, token < num_tokens, width)
+    token = jnp.arange(rows, dtype=jnp.int32)
+    table = _table(experts, token < logits_ref.shape[0], width)
     sizes = jnp.sum(table, axis=0)
-    ends = jnp.cumsum(sizes)
     _store_choice(weights_ref, experts_ref, weights, experts, token)
-    _store_places(place_ref, tokens_ref, experts, table, ends - sizes, token)
-    expert = jnp.arange(width, dtype=jnp.int32)
-    pltriton.store(sizes_ref.at[expert], sizes, mask=expert < num_experts)
-
-    tile_ends = jnp.cumsum((sizes + (block - 1)) // block)
-    num_tiles, num_pairs = group_ref.shape[0], num_tokens * k
-
-    def plan(step, carry):
-        tile = step * TILES + jnp.arange(TILES, dtype=jnp.int32)
-        group, begin, end = tile_rows(ends, tile_ends, tile, num_pairs, block)
-        for ref, values in ((group_ref, jnp.minimum(group, num_experts)), (begin_ref, begin), (end_ref, end)):
-            pltriton.store(ref.at[tile], values, mask=tile < num_tiles)
-        return carry
-
-    jax.lax.fori_loop(0, pl.cdiv(num_tiles, TILES), plan, 0)
-    one = jnp.arange(1, dtype=jnp.int32)
-    pltriton.store(used_ref.at[one], jnp.minimum(jnp.max(tile_ends), num_tiles) + 0 * one)
+    _store_places(place_ref, tokens_ref, experts, table, jnp.cumsum(sizes) - sizes, token)
+    _store_plan(*planned, sizes, tokens_ref.shape[0], block, 0, 1)
 
 
 def _choose_kernel(logits_ref, *refs, has_bias, rows, width, **how):
@@ -128,7 +127,7 @@ def _choose_kernel(logits_ref, *refs, has_bias, rows, width, **how):
     pltriton.store(counts_ref.at[pl.program_id(0), expert], counts, mask=expert < counts_ref.shape[1])
 
 
-def _place_kernel(experts_ref, counts_ref, place_ref, tokens_ref, sizes_ref, *, k, rows, width):
+def _place_kernel(experts_ref, counts_ref, place_ref, tokens_ref, *planned, k, rows, width, block):
     number, num_tokens = pl.program_id(0), experts_ref.shape[0]
     programs, num_experts = counts_ref.shape
     token, expert = number * rows + jnp.arange(rows, dtype=jnp.int32), jnp.arange(width, dtype=jnp.int32)
@@ -146,10 +145,7 @@ def _place_kernel(experts_ref, counts_ref, place_ref, tokens_ref, sizes_ref, *, 
     sizes, earlier = jax.lax.fori_loop(0, pl.cdiv(programs, rows), add, (none, none))
     first = jnp.cumsum(sizes) - sizes + earlier
     _store_places(place_ref, tokens_ref, experts, _table(experts, live, width), first, token)
-
-    @pl.when(number == 0)
-    def _():
-        pltriton.store(sizes_ref.at[expert], sizes, mask=expert < num_experts)
+    _store_plan(*planned, sizes, tokens_ref.shape[0], block, number, programs)
 
 
 def _choose(logits_ref, bias_ref, *, rows, width, k, softmax_first, normalise):
@@ -215,8 +211,11 @@ def _store_places(place_ref, tokens_ref, experts, table, first, token):
     """`first` int32 `[width]`: where each expert's pairs of these tokens begin."""
     rows, width = table.shape
     live, number = token < place_ref.shape[0], jnp.arange(rows, dtype=jnp.int32)
-    earlier = (number[None, :] < number[:, None]).astype(jnp.bfloat16)
-    before = dot(earlier, table.astype(jnp.bfloat16)).astype(jnp.int32)  # exact: at most 128 ones
+    if rows < 16:  # too few for a matmul
+        before = jnp.cumsum(table, axis=0) - table
+    else:
+        earlier = (number[None, :] < number[:, None]).astype(jnp.bfloat16)
+        before = dot(earlier, table.astype(jnp.bfloat16)).astype(jnp.int32)  # exact: at most 64 ones
     column = jnp.arange(width, dtype=jnp.int32)[None, :]
     for j, expert in enumerate(experts):
         place = jnp.sum(jnp.where(expert[:, None] == column, first[None, :] + before, 0), axis=1)
@@ -224,3 +223,24 @@ def _store_places(place_ref, tokens_ref, experts, table, first, token):
         place = jnp.where(live, place, tokens_ref.shape[0])
         pltriton.store(place_ref.at[token, j], place, mask=live)
         pltriton.store(tokens_ref.at[place], token, mask=live)
+
+
+def _store_plan(sizes_ref, group_ref, begin_ref, end_ref, used_ref, sizes, num_pairs, block, number, programs):
+    """What is left of the routing once `sizes` int32 `[width]` are known: each of `programs` plans its share of the tiles."""
+    num_experts, num_tiles = sizes_ref.shape[0], group_ref.shape[0]
+    ends, tile_ends = jnp.cumsum(sizes), jnp.cumsum((sizes + (block - 1)) // block)
+
+    def plan(step, carry):
+        tile = (number + step * programs) * TILES + jnp.arange(TILES, dtype=jnp.int32)
+        group, begin, end = tile_rows(ends, tile_ends, tile, num_pairs, block)
+        for ref, values in ((group_ref, jnp.minimum(group, num_experts)), (begin_ref, begin), (end_ref, end)):
+            pltriton.store(ref.at[tile], values, mask=tile < num_tiles)
+        return carry
+
+    jax.lax.fori_loop(0, pl.cdiv(pl.cdiv(num_tiles, TILES), programs), plan, 0)
+
+    @pl.when(number == 0)
+    def _():
+        expert, one = jnp.arange(sizes.shape[0], dtype=jnp.int32), jnp.arange(1, dtype=jnp.int32)
+        pltriton.store(sizes_ref.at[expert], sizes, mask=expert < num_experts)
+        pltriton.store(used_ref.at[one], jnp.minimum(jnp.max(tile_ends), num_tiles) + 0 * one)

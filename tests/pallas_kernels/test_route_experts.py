@@ -25,7 +25,9 @@ class TestTriton(RouteExpertsTests):
 
 
 @pytest.mark.parametrize("softmax_first", [False, True])
-@pytest.mark.parametrize(("tokens", "experts", "k", "launches"), [(1, 32, 4, 1), (128, 128, 8, 1), (8320, 128, 8, 2)])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "k", "launches"), [(1, 32, 4, 1), (16, 128, 8, 1), (128, 128, 8, 2), (8320, 128, 8, 2)]
+)
 def test_it_lowers_for_cuda_without_a_gpu(tokens, experts, k, launches, softmax_first, monkeypatch):
     monkeypatch.setattr(triton, "interpret_here", lambda: False)
     shape: Any = jax.ShapeDtypeStruct
