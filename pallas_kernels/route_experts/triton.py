@@ -57,7 +57,7 @@ def _route(logits, bias, *, block, interpret, how):
     inputs = (logits, *(() if bias is None else (bias,)))
     table = {"rows": rows, "width": width}
     launch: dict[str, Any] = {
-        "num_warps": min(8, max(1, rows * width // NUMBERS_A_WARP)),
+        "num_warps": min(16, max(1, rows * width // NUMBERS_A_WARP)),
         "num_stages": 1,
         "interpret": interpret,
     }
