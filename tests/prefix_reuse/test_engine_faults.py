@@ -139,6 +139,41 @@ def test_a_copy_that_fails_costs_the_rows_whose_pages_it_carried(
         drained(e)
 
 
+def test_pages_that_left_together_land_for_the_rows_that_still_wait_for_them():
+    """One row has gone back to the line meanwhile; what it started before is no copy of its second life."""
+    prompts = [prompt(17, seed=1), prompt(18, seed=2)]
+    want = [o.token_ids for o in engine(on=False).generate(prompts, LONG)]
+    e = engine(max_prefill_tokens=64)
+    ids = [e.submit(p, LONG) for p in prompts]
+    e.step()
+    gone, stays = e.scheduler.running
+    for flight in e.offloader.pending:  # of the prefill, and of the decode call
+        assert [row for row, _, _ in flight.rows] == [gone, stays]
+    assert (gone.pending_copies, stays.pending_copies) == (2, 2)
+    e.offloader.detach(gone)
+    e.scheduler.evict(gone)
+    e.offloader.land()
+    assert (gone.pending_copies, stays.pending_copies) == (0, 0)
+    assert (gone.published_pages, stays.published_pages) == (0, 4)
+    check(e)
+    outputs = run_all(e)
+    assert [outputs[i].token_ids for i in ids] == want
+    drained(e)
+
+
+def test_the_host_knows_how_much_of_a_held_rows_tail_it_has():
+    e = engine()
+    request = e.submit(prompt(9, seed=1), LONG)
+    e.step()
+    e.hold(request)
+    row = e.scheduler.running[0]
+    assert row.committed_kv_tokens == 13
+    assert e.store.accounts.filled[np.asarray(e.store.pages(row.id))[:4]].tolist() == [4, 4, 4, 1]
+    e.resume(request)
+    run_all(e)
+    drained(e)
+
+
 @pytest.mark.parametrize("place", ["begin_copy", "offload"])
 def test_a_row_whose_copy_cannot_start_does_not_stop_the_others_of_its_turn(
     place: str, monkeypatch: pytest.MonkeyPatch
