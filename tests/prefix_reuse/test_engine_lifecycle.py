@@ -866,7 +866,7 @@ def test_nothing_compiles_after_warmup(tmp_path: Path):
     drained(e)
 
 
-@pytest.mark.parametrize("kind", ["llama", "hybrid"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("hybrid", marks=pytest.mark.slow)])
 def test_nothing_compiles_when_rows_of_every_kind_share_a_batch(kind: str, monkeypatch: pytest.MonkeyPatch):
     """Greedy, random and penalised rows, one sample and several; scores; pages that windows have passed; copies again."""
     monkeypatch.setattr(transfer, "LARGEST_COPY", 8)  # less to compile
