@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import pallas_kernels as pk
@@ -36,6 +37,26 @@ def test_it_lowers_for_cuda_without_a_gpu(tokens, experts, k, launches, softmax_
         run = functools.partial(pk.route_experts, k=k, softmax_first=softmax_first, implementation="triton")
         traced = jax.jit(run).trace(shape((tokens, experts), jnp.float32), bias=shape((experts,), jnp.bfloat16))
         assert traced.lower(lowering_platforms=("cuda",)).as_text().count("__gpu$xla.gpu.triton") == launches
+
+
+def test_counts_of_more_tables_than_a_table_has_tokens_are_added_up(monkeypatch):
+    monkeypatch.setattr(triton, "TABLE", 256)  # 16 tokens of 16 experts: 18 tables
+    logits = np.random.default_rng(0).normal(size=(16 * 17 + 3, 5)).astype(np.float32)
+    want, got = (
+        pk.route_experts(jnp.asarray(logits), 2, softmax_first=False, implementation=name)
+        for name in ("reference", "triton")
+    )
+    np.testing.assert_array_equal(got.experts, want.experts)
+    TestTriton().check_places(got, 5)
+
+
+def test_tiles_are_planned_in_as_many_steps_as_they_need(monkeypatch):
+    monkeypatch.setattr(triton, "TILES", 8)
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(47, 20)), jnp.float32)
+    got = pk.route_experts(logits, 3, softmax_first=False, implementation="triton")
+    assert got.tiles is not None
+    assert int(got.tiles.used) > 16
+    TestTriton().check_places(got, 20)
 
 
 def test_what_does_not_fit_is_refused():

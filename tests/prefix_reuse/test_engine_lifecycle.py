@@ -20,6 +20,7 @@ from prefix_reuse import (
     SamplingParams,
     UnsupportedAttentionError,
     device_pages,
+    transfer,
 )
 from prefix_reuse.errors import (
     CapacityError,
@@ -865,9 +866,11 @@ def test_nothing_compiles_after_warmup(tmp_path: Path):
     drained(e)
 
 
-@pytest.mark.parametrize("kind", ["llama", "hybrid"])
-def test_nothing_compiles_when_rows_of_every_kind_share_a_batch(kind: str):
+@pytest.mark.parametrize("kind", ["llama", pytest.param("hybrid", marks=pytest.mark.slow)])
+def test_nothing_compiles_when_rows_of_every_kind_share_a_batch(kind: str, monkeypatch: pytest.MonkeyPatch):
     """Greedy, random and penalised rows, one sample and several; scores; pages that windows have passed; copies again."""
+    monkeypatch.setattr(transfer, "LARGEST_COPY", 8)  # less to compile
+    monkeypatch.setattr(transfer, "SMALL_BUNDLE", 4)
     e = engine(kind, prefill_calls=3, staging_bytes=0)
     e.warmup()
     before, compiled = dict(e.stats().compilations), heard_compilations()

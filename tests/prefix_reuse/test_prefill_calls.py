@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_helpers import check, drained, engine, prompt, run_all
+from engine_helpers import check, cold, drained, engine, prompt, run_all
 
 from prefix_reuse import EngineConfig, SamplingParams
 from prefix_reuse.errors import ConfigError
@@ -46,6 +46,35 @@ def test_a_turn_goes_on_only_while_somebody_waits() -> None:
     e.step()
     assert e.stats().prefill.batches == 3
     check(e)
+    run_all(e)
+    drained(e)
+
+
+@pytest.mark.parametrize(("num", "rows", "calls"), [(3, 4, [3, 1]), (3, 2, [2, 1]), (1, 4, [1, 1])])
+def test_a_turn_looks_again_only_where_somebody_may_be_let_in(
+    num: int, rows: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking may wait for copies, while rows could decode."""
+    e = engine(prefill_calls=8, max_rows=rows)
+    real, looks = e.scheduler.admit, []
+    monkeypatch.setattr(e.scheduler, "admit", lambda: (looks.append(None), real()))
+    for seed in range(num):
+        e.submit(prompt(29, seed=seed), LONG)
+    for count in calls:
+        looks.clear()
+        e.step()
+        assert len(looks) == count
+    run_all(e)
+    drained(e)
+
+
+def test_who_waits_for_a_common_beginning_follows_in_the_same_turn() -> None:
+    e = engine(prefill_calls=2)
+    for seed in (3, 5):  # one beginning
+        e.submit(prompts()[seed - 3], LONG)
+    e.step()
+    assert (e.stats().prefill.batches, e.stats().prefill.hits) == (2, 1)
+    assert [len(row.generated) for row in e.scheduler.running] == [5, 5]
     run_all(e)
     drained(e)
 
@@ -93,6 +122,17 @@ def test_a_stream_has_its_first_token_after_the_calls_of_one_turn() -> None:
         tokens = [token for event in stream for token in event.token_ids]
     assert tuple(tokens) == engine(on=False).generate(prompts()[0], LONG)[0].token_ids
     run_all(e)
+    drained(e)
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_scores_are_a_rows_own_whoever_shares_its_calls(calls: int) -> None:
+    e = engine(prefill_calls=calls)
+    waiting = [e.submit(prompt(n, seed=n), LONG) for n in (7, 10)]
+    tokens = prompt(45, seed=1)
+    np.testing.assert_allclose(e.score(tokens), cold(tokens), atol=1e-4)
+    outputs = run_all(e)
+    assert all(len(outputs[i].token_ids) == LONG.max_tokens for i in waiting)
     drained(e)
 
 
