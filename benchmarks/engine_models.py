@@ -553,6 +553,10 @@ class _SamePage:
     def load(self, pools: Any, parts: Any, device_pages: Any, staged: Any = None) -> Any:
         raise RuntimeError("a page that was never copied to the host must not be loaded")
 
+    @property
+    def sparse_bundles(self) -> int:
+        return self._transfer.sparse_bundles
+
     def tidy(self, most: int | None = 1) -> None:
         self._transfer.tidy(most)
 

@@ -18,6 +18,9 @@ from prefix_reuse.samples import end_group, members, start_followers
 from prefix_reuse.sequence import Sequence as Row
 from prefix_reuse.sequence import SequenceState
 
+MOST_SPARSE = 16
+"""Bundles of host pages with few pages left that may wait for a turn in which nobody waits for a prefill."""
+
 
 class EngineLoop(EngineRows):
     """The part of `Engine` that runs the loop; what to do is decided by scheduler and offloader, and done by the runner."""
@@ -38,7 +41,8 @@ class EngineLoop(EngineRows):
     def _let_in(self) -> None:
         """What comes before a prefill: copies land, pages are given back, rows are admitted."""
         self.offloader.land(wait=not self.copies_in_background or self._copies_are_missed())
-        self._tidy()
+        if not self._prefill_is_missed() or self.runner.transfer.sparse_bundles > MOST_SPARSE:
+            self._tidy()  # takes milliseconds: not while somebody waits for a first token
         self.offloader.give_back()
         if self.config.poison:
             self.runner.poison_lost_pages()

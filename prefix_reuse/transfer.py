@@ -258,6 +258,11 @@ class PageTransfer:
         """A page of numpy arrays (None = absent) as a host page. They may be aliased: nobody may write to them any more."""
         return tuple(None if part is None else self.bundles.alone(part) for part in payload)
 
+    @property
+    def sparse_bundles(self) -> int:
+        """Bundles that `tidy` would look at."""
+        return len(self.bundles.sparse)
+
     def tidy(self, most: int | None = 1) -> None:
         """Frees the memory of up to `most` bundles of which few pages are left (None = all); copies those pages.
 
