@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,9 +72,8 @@ def _gpu_events(planes: Iterable[Any]) -> Iterator[tuple[str, float, float]]:
 
 
 def _sums(events: Iterable[tuple[str, float]]) -> dict[str, tuple[float, int]]:
-    times: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
+    times: defaultdict[str, list[float]] = defaultdict(list)
     for name, ms in events:
-        times[name] += ms
-        counts[name] += 1
-    return {name: (ms, counts[name]) for name, ms in times.most_common()}
+        times[name].append(ms)
+    sums = {name: (sum(each), len(each)) for name, each in times.items()}
+    return dict(sorted(sums.items(), key=lambda item: -item[1][0]))

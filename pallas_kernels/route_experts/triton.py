@@ -113,7 +113,7 @@ def _whole_kernel(logits_ref, *refs, has_bias, rows, width, block, **how):
     sizes = jnp.sum(table, axis=0)
     _store_choice(weights_ref, experts_ref, weights, experts, token)
     _store_places(place_ref, tokens_ref, experts, table, jnp.cumsum(sizes) - sizes, token)
-    _store_plan(*planned, sizes, tokens_ref.shape[0], block, 0, 1)
+    _store_plan(planned, sizes, tokens_ref.shape[0], block, 0, 1)
 
 
 def _choose_kernel(logits_ref, *refs, has_bias, rows, width, **how):
@@ -145,7 +145,7 @@ def _place_kernel(experts_ref, counts_ref, place_ref, tokens_ref, *planned, k, r
     sizes, earlier = jax.lax.fori_loop(0, pl.cdiv(programs, rows), add, (none, none))
     first = jnp.cumsum(sizes) - sizes + earlier
     _store_places(place_ref, tokens_ref, experts, _table(experts, live, width), first, token)
-    _store_plan(*planned, sizes, tokens_ref.shape[0], block, number, programs)
+    _store_plan(planned, sizes, tokens_ref.shape[0], block, number, programs)
 
 
 def _choose(logits_ref, bias_ref, *, rows, width, k, softmax_first, normalise):
@@ -225,8 +225,9 @@ def _store_places(place_ref, tokens_ref, experts, table, first, token):
         pltriton.store(tokens_ref.at[place], token, mask=live)
 
 
-def _store_plan(sizes_ref, group_ref, begin_ref, end_ref, used_ref, sizes, num_pairs, block, number, programs):
+def _store_plan(refs, sizes, num_pairs, block, number, programs):
     """What is left of the routing once `sizes` int32 `[width]` are known: each of `programs` plans its share of the tiles."""
+    sizes_ref, group_ref, begin_ref, end_ref, used_ref = refs
     num_experts, num_tiles = sizes_ref.shape[0], group_ref.shape[0]
     ends, tile_ends = jnp.cumsum(sizes), jnp.cumsum((sizes + (block - 1)) // block)
 

@@ -17,8 +17,8 @@ def test_not_while_somebody_waits_for_a_first_token_unless_there_are_many(
     e = engine()
     asked: list[int] = []
     monkeypatch.setattr(e, "_tidy", lambda: asked.append(e.stats().prefill.batches))
-    # Of bundles that are gone, so that there is nothing to copy.
-    e.runner.transfer.bundles.sparse += [weakref.ref(prompt(1)) for _ in range(sparse)]
+    gone = [weakref.ref(prompt(1)) for _ in range(sparse)]
+    monkeypatch.setattr(e.runner.transfer.bundles, "sparse", gone)
     e.submit(prompt(9), GREEDY)
     e.step()
     assert asked == ([0] if while_waiting else [])
