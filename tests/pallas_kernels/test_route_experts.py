@@ -40,7 +40,7 @@ def test_it_lowers_for_cuda_without_a_gpu(tokens, experts, k, launches, softmax_
 
 
 def test_counts_of_more_tables_than_a_table_has_tokens_are_added_up(monkeypatch):
-    monkeypatch.setattr(triton, "TABLE", 256)  # 16 tokens of 16 experts: 18 tables
+    monkeypatch.setattr(triton, "TABLES", ((1000, 16),))  # 18 tables of 16 tokens
     logits = np.random.default_rng(0).normal(size=(16 * 17 + 3, 5)).astype(np.float32)
     want, got = (
         pk.route_experts(jnp.asarray(logits), 2, softmax_first=False, implementation=name)
