@@ -1,4 +1,4 @@
-"""Merging attention states: parts, empty parts and sinks (a sink belongs to the query, never to a part)."""
+"""Merging attention states (H18): parts, empty parts and sinks (a sink belongs to the query, never to a part)."""
 
 from __future__ import annotations
 
