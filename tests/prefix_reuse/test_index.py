@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -328,8 +330,25 @@ def test_digests_of_a_chain_do_not_depend_on_how_it_was_committed():
     parts.check_integrity()
 
 
-def test_a_prompt_of_a_hundred_thousand_nodes_does_not_recurse():
-    """H35: long chains are walked in loops."""
+def test_a_chain_of_more_nodes_than_python_may_recurse_is_walked_in_loops():
+    """H35: runs of one page, one below the other; everything that visits runs gets to the end."""
+    index, length = PrefixIndex(1, policy=LFU()), sys.getrecursionlimit() + 100
+    tokens = seq(1, length)
+    for n in range(1, length + 1):  # a hit that ends with the run keeps the next one from joining it
+        index.commit(tokens[:n], np.arange(n, dtype=np.int32), NS)
+        index.lookup(tokens[:n], NS)
+    assert len(list(index)) == length
+    assert index.lookup(tokens, NS).num_pages == length
+    assert index.explain(tokens, NS).hit_pages == length
+    ((_, stored, pages),) = index.prefixes()
+    assert (len(stored), len(pages)) == (length, length)
+    index.check_integrity()
+    assert index.evict(10).tolist() == list(range(length - 1, length - 11, -1))
+    assert len(index.remove(0)) == length - 10
+
+
+def test_a_prompt_of_twenty_thousand_pages_is_found_run_by_run():
+    """H35: long prompts in twenty steps."""
     index = PrefixIndex(1, policy=LFU())  # LFU extends nothing in place: one node a page
     tokens = seq(1, 20_000)
     for n in range(0, 20_000, 1000):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from engine_helpers import GREEDY, check, cold, drained, engine, prompt
 from store_helpers import MODEL, PAGE, fill, make_cache, make_store, payload, seq
 
+from pallas_kernels import chunks
+from pallas_kernels.copy_pages import reference
+from pallas_kernels.layout import pool_shape
 from prefix_reuse import SamplingParams
 from prefix_reuse.errors import HostPagesExhausted
 from prefix_reuse.host_store import HostPageStore, PrefixRequest
@@ -188,6 +193,23 @@ def test_a_prompt_of_131072_tokens_gets_its_pages():
     assert int(second.shared_pages.max()) == n - 1
     assert int(second.private_pages[0]) == n
     store.check_integrity()
+
+
+def test_numbers_of_a_pool_beyond_32_bits_are_reached():
+    """H35b: page 70,000 of 16 slots, 8 heads of 128 lies 2.3e9 numbers into its layer; page 4,464 is 2**16 before it."""
+    shape = pool_shape(1, 70_001, 16, 8, 128)
+    assert math.prod(shape) > 2**31
+    # Aligned, so that JAX takes it as it is: of memory that nobody touches nothing is really there.
+    memory = np.zeros(math.prod(shape) + 64, np.int8)
+    pool = memory[-memory.ctypes.data % 64 :][: math.prod(shape)].reshape(shape)
+    for page in (0, 4_464, 70_000):
+        pool[0, page] = np.random.default_rng(page).integers(-128, 128, shape[2:])
+    ids = np.array([70_000, 0, 4_464], np.int32)
+    kv_pages = jax.device_put(pool, may_alias=True)
+    assert np.array_equal(reference.gather_pages(kv_pages, ids), pool[:, ids].swapaxes(0, 1))
+    k, v = jax.jit(chunks.gather)(kv_pages, np.int32(0), ids)
+    for got, part in ((k, 0), (v, 1)):
+        assert np.array_equal(got, pool[0, ids, :, part].swapaxes(0, 1).reshape(8, 48, 128))
 
 
 def test_waiting_costs_no_lookup_counts_and_no_recency():
