@@ -624,17 +624,20 @@ def test_the_last_sampled_token_has_no_kv_and_is_not_published(max_tokens: int, 
         drained(e)
 
 
-def test_a_next_turn_that_was_rendered_differently_hits_up_to_the_difference():
-    """H10."""
-    e = engine(publish_generated=True)
+@pytest.mark.parametrize("sharing", [True, False])
+def test_a_next_turn_that_was_rendered_differently_hits_up_to_the_difference(sharing: bool):
+    """H10: both turns have the tokens of a cold run, so the page of the old rendering was neither read nor written over."""
+    e = engine(publish_generated=True, decode_page_sharing=sharing)
     turn = prompt(10, seed=1)
     out = e.generate(turn, GREEDY)[0]
     assert len(index_of(e)) == 3
     other = 9 if out.token_ids[0] != 9 else 10
     next_turn = np.concatenate([turn, [other], prompt(8, seed=3)]).astype(np.int32)
-    assert e.generate(next_turn, GREEDY)[0].cached_tokens == 8
     same = np.concatenate([turn, out.token_ids[:5], [3]]).astype(np.int32)
-    assert e.generate(same, GREEDY)[0].cached_tokens == 12
+    for tokens, cached in ((next_turn, 8), (same, 12)):
+        again = e.generate(tokens, GREEDY)[0]
+        assert again.cached_tokens == cached
+        assert again.token_ids == engine(on=False).generate(tokens, GREEDY)[0].token_ids
     drained(e)
 
 
@@ -647,6 +650,21 @@ def test_short_prompts_publish_nothing():
     assert len(index_of(e)) == 0
     e.generate([5, 6, 7, 8, 9], ONE)
     assert len(index_of(e)) == 1
+    drained(e)
+
+
+def test_an_empty_prompt_next_to_a_good_one_takes_nothing_and_the_good_one_completes():
+    """H07: a client error before anything is queued or held."""
+    e = engine()
+    good = e.submit([5, 6, 7, 8, 9], ONE)
+    before = e.store.snapshot_counters()
+    for empty in ([], np.zeros(0, np.int32)):
+        with pytest.raises(InvalidRequestError, match="empty"):
+            e.submit(empty, ONE)
+    assert e.store.snapshot_counters() == before
+    assert len(e.scheduler.waiting) == 1
+    (out,) = run_all(e)
+    assert (out.request_id, len(out.token_ids)) == (good, 1)
     drained(e)
 
 
