@@ -15,6 +15,8 @@ import pytest
 from engine_helpers import GREEDY, check, cold, drained, engine, index_of, last_batch, model, page_bytes, prompt
 
 from models.llama import Llama
+from models.rope import RopeConfig
+from models.testing import reference_logits, tiny_llama
 from prefix_reuse import EngineConfig, SamplingParams
 from prefix_reuse.capability import get_prefix_reuse_capability
 from prefix_reuse.engine import Engine
@@ -196,6 +198,24 @@ def test_hits_misses_full_hits_and_fresh_rows_run_in_one_batch(kind: str):
     assert lengths.query_lengths.tolist() == [5, 3, 1, 9]
     assert lengths.kv_seq_lengths.tolist() == [5, 11, 8, 13]
     drained(e)
+
+
+@pytest.mark.parametrize("rope", ["llama3", "yarn"])
+def test_a_suffix_is_rotated_by_its_place_in_the_prompt_under_scaled_rope(rope: str):
+    """H22: cached 8 + 3, a full hit of 8, cached 4 + 9, with frequencies that scaling has changed."""
+    scaled = tiny_llama(rope=RopeConfig(8, 100.0, rope, factor=4.0, original_context=16))
+    config = EngineConfig(
+        page_size=4, num_device_pages=32, num_host_pages=32, max_rows=4, max_context=64, poison=True,
+        compilation_cache=False, enable_prefix_reuse=True,
+    )  # fmt: skip
+    e = Engine(scaled, config)
+    one = prompt(13, seed=1)
+    other = prompt(13, seed=2, start=one[:4])
+    e.generate(one[:8], SamplingParams(max_tokens=1))
+    for tokens, n, first_computed in ((one, 11, 8), (one, 8, 7), (other, 13, 4)):
+        logits, first = e.score(tokens[:n], reuse=True)
+        assert first == first_computed
+        np.testing.assert_allclose(logits, reference_logits(scaled, tokens.tolist())[first:n], atol=1e-4)
 
 
 def test_the_last_batch_plan_is_an_immutable_snapshot():
@@ -478,9 +498,13 @@ def test_layers_with_windows_and_full_layers_agree_on_one_hit_length():
         np.testing.assert_allclose(logits, cold(tokens, "hybrid")[first:], atol=1e-4)
 
 
-def test_errors_do_not_grow_along_a_chain_of_hits():
-    """H33: a prefix of 1..12 pages, each built on the previous hit; cold = cold is the control."""
-    e = engine("hybrid")
+@pytest.mark.parametrize("sharing", [True, False])
+def test_errors_do_not_grow_along_a_chain_of_hits(sharing: bool):
+    """H33: a prefix of 1..12 pages, each built on the previous hit; cold = cold is the control.
+
+    With shared device pages a hit reads what is resident; without, every page has been to the host and back.
+    """
+    e = engine("hybrid", decode_page_sharing=sharing)
     tokens = prompt(50, seed=3)
     reference = cold(tokens, "hybrid")
     assert np.array_equal(e.score(tokens), e.score(tokens))
@@ -488,6 +512,33 @@ def test_errors_do_not_grow_along_a_chain_of_hits():
         logits, first = e.score(tokens[: 4 * pages + 2], reuse=True)
         assert first == 4 * (pages - 1)
         np.testing.assert_allclose(logits, reference[first : 4 * pages + 2], atol=1e-4)
+    assert (e.stats().decode.host_pages_loaded > 0) == (not sharing)
+    e.clear_cache()
+    e.generate(tokens, SamplingParams(max_tokens=1))  # now pages leave together, in a bundle
+    for _ in range(2):
+        logits, first = e.score(tokens, reuse=True)
+        assert first == 48
+        np.testing.assert_allclose(logits, reference[first:], atol=1e-4)
+
+
+def test_pages_in_bfloat16_come_back_from_the_host_with_the_same_bits():
+    """H33: warm equals warm again, and cold within a step of the largest logits."""
+    half = tiny_llama(dtype=jnp.bfloat16)
+    config = EngineConfig(
+        page_size=4, num_device_pages=48, num_host_pages=48, max_rows=4, max_context=64, max_prefill_tokens=64,
+        decode_page_sharing=False, poison=True, compilation_cache=False, enable_prefix_reuse=True,
+    )  # fmt: skip
+    e = Engine(half, config)
+    tokens = prompt(46, seed=3)
+    whole = e.score(tokens)
+    assert np.array_equal(e.score(tokens), whole)
+    e.generate(tokens, SamplingParams(max_tokens=1))
+    loaded = e.stats().decode.host_pages_loaded
+    first, second = (e.score(tokens, reuse=True) for _ in range(2))
+    assert first[1] == second[1] == 44
+    assert e.stats().decode.host_pages_loaded - loaded == 2 * 11
+    assert np.array_equal(first[0], second[0])
+    np.testing.assert_allclose(first[0], whole[44:], atol=2**-6)  # one step of bfloat16 between 2 and 4
 
 
 def test_equal_geometry_has_one_store_identity():
@@ -527,6 +578,9 @@ def test_prefill_is_chunked_at_page_borders_and_every_page_is_reused():
             assert first == cached
             np.testing.assert_allclose(logits, cold(tokens[:n])[cached:], atol=1e-4)
             assert e.generate(tokens[:n], SamplingParams(max_tokens=1))[0].cached_tokens == min(n // 4 * 4, n - 1)
+        for cached in (0, 4):  # several chunks: the earlier ones of the same request are no hits
+            out = e.generate(prompt(n, seed=n, start=tokens[:cached]), SamplingParams(max_tokens=1))[0]
+            assert (out.cached_tokens, out.computed_tokens) == (cached, n - cached)
 
 
 def test_prompt_lengths_around_page_borders_hit_floor_n_over_p():
