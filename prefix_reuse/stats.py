@@ -79,7 +79,7 @@ class FaultCounters:
     failed_prefetches: int = 0
     """Copies that could not be started early; the pages are copied when their row is let in."""
     failed_dissolves: int = 0
-    """Times that the memory of a bundle with few pages left could not be freed for want of memory for their copies; the next
+    """Times that the memory of a bundle with few pages left could not be freed for want of memory for their copies; a later
     turn tries it again. Host memory may then exceed what `max_host_bytes` says."""
     device_resets: int = 0
     last_error: str = ""
