@@ -584,7 +584,7 @@ def print_row(row: dict[str, Any]) -> None:
 def print_kernels(what: str, times: dict[str, tuple[float, int]], calls: int) -> None:
     total = sum(ms for ms, _ in times.values()) / calls
     print(f"    kernels of {what}: {total:.3f} ms, {sum(n for _, n in times.values()) // calls} launches", flush=True)
-    for name, (ms, count) in list(times.items())[:14]:
+    for name, (ms, count) in list(times.items())[:40]:
         print(f"      {ms / calls:9.4f} ms  x{count / calls:<7.1f} {name[:110]}", flush=True)
 
 

@@ -28,7 +28,7 @@ def phases_of(engine: Engine) -> list[tuple[str, Any, str]]:
         ("      dispatch loads", runner, "load"),
         ("  prefill", engine, "_prefill"),
         ("  decode", engine, "_decode"),
-        ("    page tables", engine, "_sync_tables"),
+        ("    page tables", runner, "sync_tables"),
         ("    pack", runner, "_pack"),
         ("    sampling inputs", runner, "_sampling"),
         ("    shared-prefix plan", runner.shared, "plan"),

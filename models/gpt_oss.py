@@ -26,7 +26,7 @@ from models.moe import combine, grouped_linear, route
 from models.mxfp4 import BLOCK, dequantise
 from models.params import BYTES, Source, matrix, norm, stacked_rows, vector
 from models.rope import RopeConfig, rope_table
-from pallas_kernels import add_rms_norm, qkv_rope
+from pallas_kernels import ExpertSum, add_rms_norm, qkv_rope
 from pallas_kernels.layout import LayerGroup
 
 ARCHITECTURES = ("GptOssForCausalLM",)
@@ -276,10 +276,11 @@ class GptOss(Model):
         x, delta = params["embed"][tokens], None
         for i, layer in enumerate(params["layers"]):
             x, normed = norm(x, delta, layer["attn_norm"])
-            qkv = linear(normed, layer["qkv"], layer["qkv_bias"])
-            q, k, v = qkv_rope(qkv, *rotation, num_heads=c.num_heads, num_kv_heads=c.num_kv_heads)
+            qkv, heads = linear(normed, layer["qkv"]), {"num_heads": c.num_heads, "num_kv_heads": c.num_kv_heads}
+            q, k, v = qkv_rope(qkv, *rotation, bias=layer["qkv_bias"], **heads)
             o, kv = attend(kv, i, q, k, v, scale=scale, window=c.windows[i], sinks=layer["sinks"])
-            x, normed = norm(x, linear(o.reshape(x.shape[0], -1), layer["out"], layer["out_bias"]), layer["mlp_norm"])
+            o = linear(o.reshape(x.shape[0], -1), layer["out"])
+            x, normed = norm(x, o, layer["mlp_norm"], bias=layer["out_bias"])
             delta = experts_mlp(c, layer, normed)
         return norm(x, delta, params["norm"])[1], kv
 
@@ -288,7 +289,7 @@ class GptOss(Model):
         return linear(hidden, params.get("unembed", params["embed"]), out_dtype=jnp.float32)
 
 
-def experts_mlp(c: GptOssConfig, layer: Params, x: jax.Array) -> jax.Array:
+def experts_mlp(c: GptOssConfig, layer: Params, x: jax.Array) -> ExpertSum:
     """Each row of x [T, E] through its experts."""
     logits = linear(x, layer["router"], out_dtype=jnp.float32)
     routing = route(logits, c.experts_per_token, bias=layer["router_bias"], softmax_first=False)

@@ -4,21 +4,19 @@
 
 The sort is stable and the sum over k has a fixed order, so a token's result does not depend on who shares its batch, as
 far as the matmul of a row does not. For one token a matmul takes as long as ten launches of small kernels, so there is one of
-them for the routing, the first matmul reads tokens where they are, and the sum over k is another.
+them for the routing, the first matmul reads tokens where they are, and the norm that follows takes the sum over k.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from models.params import Source
-from pallas_kernels import Mxfp4, Routing, grouped_matmul, route_experts, row_invariance
+from pallas_kernels import ExpertSum, Mxfp4, Routing, grouped_matmul, route_experts, row_invariance
 
 
 def route(
@@ -66,11 +64,9 @@ def grouped_linear(
     return grouped_matmul(x, weight, routing.group_sizes, bias=bias, rows=rows, tiles=routing.tiles, fixed_tile=fixed)
 
 
-def combine(out: jax.Array, routing: Routing) -> jax.Array:
-    """The weighted sum over each token's experts: [T * k, E], sorted by expert, to [T, E] in the same dtype."""
-    weights, place = routing.weights, routing.place
-    parts = (weights[:, j, None] * out[place[:, j]].astype(jnp.float32) for j in range(place.shape[1]))
-    return functools.reduce(jnp.add, parts).astype(out.dtype)
+def combine(out: jax.Array, routing: Routing) -> ExpertSum:
+    """The weighted sum over each token's experts, of out [T * k, E], sorted by expert; the norm that follows adds it up."""
+    return ExpertSum(out, routing.weights, routing.place)
 
 
 def stacked_experts(experts: Sequence[Source]) -> Source:

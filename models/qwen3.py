@@ -19,7 +19,7 @@ from models.model import Attend, Model, Params
 from models.moe import combine, grouped_linear, route, stacked_experts
 from models.params import Source, matrix, norm, stacked_rows
 from models.rope import RopeConfig, rope_table
-from pallas_kernels import add_rms_norm, qkv_rope
+from pallas_kernels import ExpertSum, add_rms_norm, qkv_rope
 from pallas_kernels.layout import LayerGroup
 
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
@@ -196,7 +196,7 @@ def dense_mlp(layer: Params, x: jax.Array) -> jax.Array:
     return linear(swiglu(linear(x, layer["gate_up"])), layer["down"])
 
 
-def sparse_mlp(c: Qwen3Config, layer: Params, x: jax.Array) -> jax.Array:
+def sparse_mlp(c: Qwen3Config, layer: Params, x: jax.Array) -> ExpertSum:
     """Each row of x [T, E] through its experts' SwiGLU."""
     logits = linear(x, layer["router"], out_dtype=jnp.float32)
     routing = route(logits, c.experts_per_token, softmax_first=True, normalise=c.normalise_topk)

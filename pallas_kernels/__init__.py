@@ -1,5 +1,6 @@
 """Ops on paged KV: attention through page tables, guarded writes, page copies. Knows nothing of models or caches."""
 
+from pallas_kernels.add_rms_norm.api import ExpertSum as ExpertSum
 from pallas_kernels.add_rms_norm.api import add_rms_norm as add_rms_norm
 from pallas_kernels.append_kv.api import append_kv as append_kv
 from pallas_kernels.copy_pages.api import copy_within as copy_within

@@ -9,7 +9,6 @@ A step that fails gives back what it took; where the pools are lost with it, all
 from __future__ import annotations
 
 import jax
-import numpy as np
 
 from prefix_reuse.engine_rows import EngineRows
 from prefix_reuse.plan import Chunk
@@ -75,8 +74,14 @@ class EngineLoop(EngineRows):
         try:
             for chunk, row in zip(chunks, rows, strict=True):
                 self.scheduler.slide(row, chunk.start, chunk.start + len(chunk.tokens))
-            self._sync_tables()
+            self._count_contexts()
             outputs = self.runner.prefill(chunks, rows)
+            for array in (outputs.next_tokens, outputs.refused):
+                array.copy_to_host_async()  # not behind the pages
+            for chunk, row in zip(chunks, rows, strict=True):
+                row.prefilled_tokens = chunk.start + len(chunk.tokens)
+                self.scheduler.commit(row, row.prefilled_tokens)
+            self.offloader.flush_full_pages(rows)  # while the device computes: what fails now is never published
             next_tokens, refused = jax.device_get((outputs.next_tokens, outputs.refused))
             check_refused(refused)
             leaders = [(i, row) for i, (chunk, row) in enumerate(zip(chunks, rows, strict=True)) if chunk.is_last]
@@ -87,11 +92,8 @@ class EngineLoop(EngineRows):
         self.counters.prefill.batches += 1
         scores = self.runner.unembed(outputs.hidden) if any(row.scoring for row in rows) else None
         for chunk, row in zip(chunks, rows, strict=True):
-            row.prefilled_tokens = chunk.start + len(chunk.tokens)
             row.computed_tokens += len(chunk.tokens)
             self.counters.prefill.computed_tokens += len(chunk.tokens)
-            self.scheduler.commit(row, row.prefilled_tokens)
-        self.offloader.flush_full_pages(rows)
         first, new, ended = 0, [], []
         for i, (chunk, row) in enumerate(zip(chunks, rows, strict=True)):
             here = slice(first, first + len(chunk.tokens))
@@ -176,7 +178,8 @@ class EngineLoop(EngineRows):
         try:
             for row in rows:
                 self.scheduler.slide_to_decode(row)
-            self._sync_tables()
+            self._count_contexts()
+            self.runner.sync_tables()
             tokens, saved = self.runner.decode(rows, self.config.decode_steps)
         except Exception:
             self._recover_device()
@@ -189,11 +192,11 @@ class EngineLoop(EngineRows):
         self.counters.decode.tokens += sum(len(some) for _, some in new)
         self._append(new)
 
-    def _sync_tables(self) -> None:
+    def _count_contexts(self) -> None:
+        """Before a step: how far each row is, for the device's tables."""
         if self.config.poison:
             self.runner.poison_lost_pages()  # before a step writes to pages that were reclaimed for it
-        context_lens = np.zeros(self.config.max_rows, np.int32)
+        self.runner.context_lens[:] = 0
         for row in self.scheduler.running:
             if row.row is not None:
-                context_lens[row.row] = row.committed_kv_tokens
-        self.runner.sync_tables(context_lens)
+                self.runner.context_lens[row.row] = row.committed_kv_tokens

@@ -56,6 +56,8 @@ class DeviceRunner:
         self.pools = self._create_pools()
         self.staging = Staging(device, staging_bytes)
         self.shared = SharedPrefixPlanner(model.kv_groups, config, self.max_columns, device)
+        self.context_lens = np.zeros(config.max_rows, np.int32)
+        """Tokens of each row whose KV is written; goes to the device with the tables."""
         self.last_prefill: PrefillBatch | None = None
         """Immutable snapshot of the last prefill batch (B13)."""
         self._no_counts: dict[int, jax.Array] = {}
@@ -97,18 +99,23 @@ class DeviceRunner:
 
     # ---- tables
 
-    def sync_tables(self, context_lens: np.ndarray) -> None:
-        """Brings the device tables to what the accounts say, if they changed. context_lens int32 [R]."""
+    def sync_tables(self) -> None:
+        """Brings the device tables to what the accounts say, if they changed. A prefill brings them along by itself."""
         if any(account.dirty for account in self.accounts):
-            tables = [(account.page_table, account.shared_pages, context_lens) for account in self.accounts]
-            self.pools = self.programs.rebuild(self.pools, tables)
-            for account in self.accounts:
-                account.dirty = False
+            self.pools = self.programs.rebuild(self.pools, self._tables())
+            self._synced()
+
+    def _tables(self) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], ...]:
+        return tuple((account.page_table, account.shared_pages, self.context_lens) for account in self.accounts)
+
+    def _synced(self) -> None:
+        for account in self.accounts:
+            account.dirty = False
 
     # ---- steps
 
     def prefill(self, chunks: Sequence[Chunk], rows: Sequence[Row]) -> PrefillOutputs:
-        """Runs one packed prefill batch; chunk i belongs to sequence `rows[i]`. Writes K/V in place."""
+        """Runs one packed prefill batch over the tables of now; chunk i belongs to sequence `rows[i]`. Writes K/V in place."""
         batch = self._pack(chunks)
         self.last_prefill = batch
         return self._run_packed(batch, self._sampling(rows, self.config.max_rows))
@@ -119,7 +126,9 @@ class DeviceRunner:
         return pack_chunks(chunks, num_tokens=num_tokens, num_rows=num_rows, table_rows=num_rows)
 
     def _run_packed(self, batch: PrefillBatch, sampling: dict[str, Any]) -> PrefillOutputs:
-        outputs, self.pools = self.programs.prefill(self.params, self.pools, prefill_inputs(batch, sampling))
+        inputs = prefill_inputs(batch, sampling, self._tables())
+        outputs, self.pools = self.programs.prefill(self.params, self.pools, inputs)
+        self._synced()
         return outputs
 
     def decode(self, rows: Sequence[Row], num_steps: int) -> tuple[np.ndarray, int]:
@@ -276,17 +285,15 @@ class DeviceRunner:
     def warmup(self) -> Iterator[str]:
         """Compiles every bucket, yielding the name of what comes next. Runs on an engine without live rows only."""
         config = self.config
-        context_lens = np.zeros(config.max_rows, np.int32)
         for account in self.accounts:
             account.dirty = True
         yield "page tables"
-        self.sync_tables(context_lens)
+        self.sync_tables()
         sampling = self._sampling([], config.max_rows)
         for size in self.prefill_buckets:
             yield f"prefill {size} tokens"
             batch = pack_chunks([], num_tokens=size, num_rows=config.max_rows, table_rows=config.max_rows)
-            inputs = prefill_inputs(batch, sampling)
-            outputs, self.pools = self.programs.prefill(self.params, self.pools, inputs)
+            outputs = self._run_packed(batch, sampling)
             self.unembed(outputs.hidden)
             self.sample_again(outputs, [], [])
         self.copy_tails([[] for _ in self.pools])
@@ -325,8 +332,8 @@ class DeviceRunner:
             _, self.pools = self.programs.decode(self.params, self.pools, inputs)
 
 
-def prefill_inputs(batch: PrefillBatch, sampling: dict[str, Any]) -> PrefillInputs:
-    """The arrays of a packed batch, as the prefill step takes them."""
+def prefill_inputs(batch: PrefillBatch, sampling: dict[str, Any], tables: Any = None) -> PrefillInputs:
+    """The arrays of a packed batch, as the prefill step takes them; `tables` as in `PrefillInputs`."""
     return PrefillInputs(
         tokens=batch.tokens,  # type: ignore[arg-type]
         positions=batch.positions,  # type: ignore[arg-type]
@@ -335,6 +342,7 @@ def prefill_inputs(batch: PrefillBatch, sampling: dict[str, Any]) -> PrefillInpu
         rows=batch.rows,  # type: ignore[arg-type]
         q_offsets=batch.lengths.query_offsets,  # type: ignore[arg-type]
         kv_lens=batch.lengths.kv_seq_lengths,  # type: ignore[arg-type]
+        tables=tables,
         **sampling,
     )
 

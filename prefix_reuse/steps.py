@@ -31,7 +31,7 @@ from pallas_kernels import (
     shared_prefix_attention,
 )
 from pallas_kernels.layout import LayerGroup
-from prefix_reuse.device_pages import UNUSED, DevicePages
+from prefix_reuse.device_pages import UNUSED, DevicePages, rebuild
 from prefix_reuse.sampling import SamplingState, add_counts, sample
 
 Pools = tuple[DevicePages, ...]
@@ -236,6 +236,9 @@ class PrefillInputs(struct.PyTreeNode):
     """int32 [B, V], read only with penalties."""
     index: jax.Array
     """int32 [B]: tokens generated so far."""
+    tables: tuple[tuple[jax.Array, jax.Array, jax.Array], ...] | None = None
+    """Per group page_table, shared_pages and context_lens of all rows, as in `device_pages.rebuild`, which they go through
+    before anything else; None = the pools have the right ones."""
 
 
 class PrefillOutputs(struct.PyTreeNode):
@@ -253,6 +256,8 @@ def prefill_step(
     model: PagedModel, attend: Callable[..., Any], params: Any, pools: Pools, batch: PrefillInputs
 ) -> tuple[PrefillOutputs, Pools]:
     """Donates `pools`. One forward over packed tokens; last-token logits are picked by query offsets (B14)."""
+    if batch.tables is not None:
+        pools = tuple(rebuild(pool, *tables) for pool, tables in zip(pools, batch.tables, strict=True))
     kv = paged_kv(pools, batch.rows, batch.token_rows, batch.positions, batch.writes_kv, batch.q_offsets, batch.kv_lens)
     hidden, kv = model.forward(params, batch.tokens, batch.positions, kv, attend)
     last = jnp.maximum(batch.q_offsets[1:] - 1, 0)

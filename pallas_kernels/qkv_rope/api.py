@@ -15,6 +15,7 @@ def qkv_rope(
     *,
     num_heads: int,
     num_kv_heads: int,
+    bias: jax.Array | None = None,
     q_norm: jax.Array | None = None,
     k_norm: jax.Array | None = None,
     eps: float = 0.0,
@@ -29,6 +30,7 @@ def qkv_rope(
         qkv: `[T, (H + 2K) * D]`, f32, bf16 or f16: query heads, key heads, value heads.
         cos, sin: f32 `[T, 1, D / 2]`, of absolute positions.
         num_heads, num_kv_heads: H, K.
+        bias: `[(H + 2K) * D]` in qkv's dtype, of the projection, added in float32; or None.
         q_norm, k_norm: `[D]`, weights of the root-mean-square norm of each head (Qwen3); both or none.
         eps: of that norm.
         implementation: "reference", "triton", or None for the best on this device.
@@ -48,6 +50,8 @@ def qkv_rope(
     for name, table in (("cos", cos), ("sin", sin)):
         if table.shape != (qkv.shape[0], 1, half) or table.dtype != jnp.float32:
             raise ValueError(f"{name} must be float32 ({qkv.shape[0]}, 1, {half}), got {table.dtype} {table.shape}")
+    if bias is not None and (bias.shape != qkv.shape[1:] or bias.dtype != qkv.dtype):
+        raise ValueError(f"bias must be {qkv.dtype} {qkv.shape[1:]}, got {bias.dtype} {bias.shape}")
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm go together")
     for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
@@ -61,6 +65,7 @@ def qkv_rope(
         sin,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
+        bias=bias,
         q_norm=q_norm,
         k_norm=k_norm,
         eps=eps,

@@ -21,22 +21,25 @@ def qkv_rope(
     *,
     num_heads: int,
     num_kv_heads: int,
+    bias: jax.Array | None,
     q_norm: jax.Array | None,
     k_norm: jax.Array | None,
     eps: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `api.qkv_rope`."""
-    return _rotate(qkv, cos, sin, q_norm, k_norm, heads=(num_heads, num_kv_heads), eps=eps, interpret=interpret_here())
+    heads = num_heads, num_kv_heads
+    return _rotate(qkv, cos, sin, bias, q_norm, k_norm, heads=heads, eps=eps, interpret=interpret_here())
 
 
 @functools.partial(jax.jit, static_argnames=("heads", "eps", "interpret"))
-def _rotate(qkv, cos, sin, q_norm, k_norm, *, heads, eps, interpret):
+def _rotate(qkv, cos, sin, bias, q_norm, k_norm, *, heads, eps, interpret):
     num_heads, num_kv_heads = heads
     tokens, half = qkv.shape[0], cos.shape[-1]
     inputs = (qkv, cos.reshape(tokens, half), sin.reshape(tokens, half))
+    inputs += () if bias is None else (bias,)
     inputs += () if q_norm is None else (q_norm, k_norm)
     return triton_call(
-        functools.partial(_kernel, heads=heads, half=half, eps=eps),
+        functools.partial(_kernel, heads=heads, half=half, eps=eps, has_bias=bias is not None),
         grid=(tokens, pl.cdiv(num_heads + 2 * num_kv_heads, HEADS_PER_PROGRAM)),
         out_shape=tuple(
             jax.ShapeDtypeStruct((tokens, n, 2 * half), qkv.dtype) for n in (num_heads, num_kv_heads, num_kv_heads)
@@ -49,8 +52,9 @@ def _rotate(qkv, cos, sin, q_norm, k_norm, *, heads, eps, interpret):
     )(*inputs)
 
 
-def _kernel(qkv_ref, cos_ref, sin_ref, *refs, heads, half, eps):
+def _kernel(qkv_ref, cos_ref, sin_ref, *refs, heads, half, eps, has_bias):
     *norm_refs, q_ref, k_ref, v_ref = refs
+    bias_refs = [norm_refs.pop(0)] if has_bias else []
     num_heads, num_kv_heads = heads
     token = pl.program_id(0)
     head = pl.program_id(1) * HEADS_PER_PROGRAM + jnp.arange(HEADS_PER_PROGRAM, dtype=jnp.int32)[:, None]
@@ -60,6 +64,9 @@ def _kernel(qkv_ref, cos_ref, sin_ref, *refs, heads, half, eps):
     place = head * (2 * half) + column
     first = pltriton.load(qkv_ref.at[token, place], mask=mask, other=0.0)
     second = pltriton.load(qkv_ref.at[token, place + half], mask=mask, other=0.0)
+    for ref in bias_refs:
+        first = first + pltriton.load(ref.at[place], mask=mask, other=0.0)
+        second = second + pltriton.load(ref.at[place + half], mask=mask, other=0.0)
     a, b = first.astype(jnp.float32), second.astype(jnp.float32)
     is_query = head < num_heads
     if norm_refs:

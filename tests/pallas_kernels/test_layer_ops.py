@@ -33,6 +33,55 @@ def test_add_rms_norm_against_float64(implementation, dtype, width, with_delta):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", list(BARS))
+@pytest.mark.parametrize(("width", "k", "num_rows"), [(64, 1, 5), (72, 4, 23), (576, 8, 40)])
+def test_add_rms_norm_adds_the_outputs_of_experts_up(implementation, dtype, width, k, num_rows):
+    rng = np.random.default_rng(7)
+    x, rows = (jnp.asarray(rng.normal(size=(n, width)), dtype) for n in (5, num_rows))
+    weights = jnp.asarray(rng.uniform(size=(5, k)), jnp.float32)
+    place = jnp.asarray(rng.integers(0, num_rows, (5, k)), jnp.int32).at[0, 0].set(num_rows - 1)
+    weight, options = jnp.ones(width, dtype), {"implementation": implementation}
+    total, got = pk.add_rms_norm(x, pk.ExpertSum(rows, weights, place), weight, 1e-5, **options)
+    wide = np.asarray(rows, np.float64)
+    want = np.asarray(x, np.float64) + (np.asarray(weights, np.float64)[..., None] * wide[np.asarray(place)]).sum(1)
+    np.testing.assert_allclose(total.astype(jnp.float32), want, rtol=2 * BARS[dtype], atol=2 * BARS[dtype])
+    np.testing.assert_array_equal(got, pk.add_rms_norm(total, None, weight, 1e-5, **options)[1])
+    alone = pk.add_rms_norm(x[2:3], pk.ExpertSum(rows, weights[2:3], place[2:3]), weight, 1e-5, **options)
+    np.testing.assert_array_equal(alone[0][0], total[2])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", list(BARS))
+def test_add_rms_norm_adds_a_bias(implementation, dtype):
+    rng = np.random.default_rng(8)
+    x, delta = (jnp.asarray(rng.normal(size=(5, 72)), dtype) for _ in range(2))
+    bias, weight = jnp.asarray(rng.normal(size=72), dtype), jnp.ones(72, dtype)
+    total, got = pk.add_rms_norm(x, delta, weight, 1e-5, bias=bias, implementation=implementation)
+    want = sum(np.asarray(part, np.float64) for part in (x, delta, bias))
+    np.testing.assert_allclose(total.astype(jnp.float32), want, rtol=BARS[dtype], atol=BARS[dtype])
+    np.testing.assert_array_equal(got, pk.add_rms_norm(total, None, weight, 1e-5, implementation=implementation)[1])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", list(BARS))
+@pytest.mark.parametrize("norms", [False, True])
+def test_qkv_rope_adds_a_bias_first(implementation, dtype, norms):
+    rng = np.random.default_rng(9)
+    qkv = jnp.asarray(rng.normal(size=(5, 11 * 24)), dtype)
+    bias, norm = jnp.asarray(rng.normal(size=11 * 24), dtype), jnp.asarray(rng.normal(size=24), dtype)
+    angles = rng.uniform(0, 6, size=(5, 1, 12))
+    tables = [jnp.asarray(part, jnp.float32) for part in (np.cos(angles), np.sin(angles))]
+    options = {"num_heads": 5, "num_kv_heads": 3, "implementation": implementation}
+    options |= {"q_norm": norm, "k_norm": norm, "eps": 1e-6} if norms else {}
+    got = pk.qkv_rope(qkv, *tables, bias=bias, **options)
+    wide = {name: value.astype(jnp.float32) if hasattr(value, "astype") else value for name, value in options.items()}
+    added = qkv.astype(jnp.float32) + bias.astype(jnp.float32)
+    for one, other in zip(got, pk.qkv_rope(added, *tables, **wide), strict=True):
+        assert one.dtype == dtype
+        np.testing.assert_allclose(one.astype(jnp.float32), other, rtol=4 * BARS[dtype], atol=4 * BARS[dtype])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_the_two_roundings_differ_in_the_last_bit_of_bfloat16_only(implementation):
     rng = np.random.default_rng(1)
     x, weight = jnp.asarray(rng.normal(size=(64, 64)), jnp.bfloat16), jnp.asarray(rng.normal(size=64), jnp.bfloat16)
@@ -86,10 +135,26 @@ def test_both_ops_refuse_what_does_not_fit():
         pk.add_rms_norm(x, None, weight[:4], 1e-5)
     with pytest.raises(NotImplementedError, match="at most 16384 numbers"):
         pk.add_rms_norm(jnp.ones((1, 16400)), None, jnp.ones(16400), 1e-5, implementation="triton")
+    rows, weights, place = jnp.ones((7, 8)), jnp.ones((3, 2)), jnp.zeros((3, 2), jnp.int32)
+    for bad, message in (
+        (pk.ExpertSum(rows[:, :4], weights, place), r"rows must be float32 \[N, 8\]"),
+        (pk.ExpertSum(rows.astype(jnp.bfloat16), weights, place), "rows must be float32"),
+        (pk.ExpertSum(rows, weights[:2], place), r"weights must be float32 \[3, k\]"),
+        (pk.ExpertSum(rows, weights[:, :0], place[:, :0]), r"weights must be float32 \[3, k\]"),
+        (pk.ExpertSum(rows, weights, place[:, :1]), "place must be int32"),
+        (pk.ExpertSum(rows, weights, weights), "place must be int32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pk.add_rms_norm(x, bad, weight, 1e-5)
+    for delta, bias in ((None, weight), (pk.ExpertSum(rows, weights, place), weight), (x, weight[:4])):
+        with pytest.raises(ValueError, match="bias must be float32"):
+            pk.add_rms_norm(x, delta, weight, 1e-5, bias=bias)
     table = jnp.ones((3, 1, 1))
     with pytest.raises(ValueError, match="qkv must be"):
         pk.qkv_rope(x, table, table, num_heads=3, num_kv_heads=1)
     with pytest.raises(ValueError, match="cos must be"):
         pk.qkv_rope(x, table[:2], table, num_heads=2, num_kv_heads=1)
+    with pytest.raises(ValueError, match="bias must be float32"):
+        pk.qkv_rope(x, table, table, num_heads=2, num_kv_heads=1, bias=weight[:4])
     with pytest.raises(ValueError, match="go together"):
         pk.qkv_rope(x, table, table, num_heads=2, num_kv_heads=1, q_norm=jnp.ones(2))

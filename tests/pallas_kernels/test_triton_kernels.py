@@ -130,6 +130,13 @@ def test_every_kernel_lowers_for_cuda_without_a_gpu(head_dim, dtype, monkeypatch
         norm = shape(head_dim, kind=dtype)
         pieces = {
             functools.partial(pk.add_rms_norm, eps=1e-5): (x, x, shape(12 * head_dim, kind=dtype)),
+            lambda x, w, p, weight, **k: pk.add_rms_norm(x, pk.ExpertSum(x, w, p), weight, 1e-5, **k): (
+                x, shape(9, 4, kind=jnp.float32), shape(9, 4), shape(12 * head_dim, kind=dtype),
+            ),
+            lambda x, b, **k: pk.add_rms_norm(x, x, b, 1e-5, bias=b, **k): (x, shape(12 * head_dim, kind=dtype)),
+            lambda x, c, s, b, **k: pk.qkv_rope(x, c, s, num_heads=8, num_kv_heads=2, bias=b, **k): (
+                x, rotation, rotation, shape(12 * head_dim, kind=dtype),
+            ),
             functools.partial(pk.qkv_rope, num_heads=8, num_kv_heads=2): (x, rotation, rotation),
             lambda x, c, s, n, **k: pk.qkv_rope(x, c, s, num_heads=8, num_kv_heads=2, q_norm=n, k_norm=n, **k): (
                 x, rotation, rotation, norm,

@@ -11,7 +11,7 @@ import pytest
 from engine_helpers import GREEDY, check, cold, drained, engine, index_of, model, prompt, run_all
 
 from prefix_reuse import PrefixReuseError, SamplingParams, transfer
-from prefix_reuse.errors import CapacityError, InvalidRequestError
+from prefix_reuse.errors import CapacityError, IntegrityError, InvalidRequestError
 from prefix_reuse.outputs import find_stop
 from prefix_reuse.programs import Programs
 from prefix_reuse.sequence import SequenceState
@@ -24,7 +24,7 @@ def fails(*_: Any, **__: Any) -> Any:
     raise RuntimeError("injected")
 
 
-@pytest.mark.parametrize("place", ["load", "carry_out", "sync_tables", "read", "allocate"])
+@pytest.mark.parametrize("place", ["load", "carry_out", "tables", "read", "allocate"])
 def test_a_fault_during_admission_gives_everything_back(place: str, monkeypatch: pytest.MonkeyPatch):
     """A12: host pages, device pages, rows and residency are as before; a retry gives the right tokens."""
     e = engine("hybrid")
@@ -38,7 +38,7 @@ def test_a_fault_during_admission_gives_everything_back(place: str, monkeypatch:
     targets: dict[str, tuple[Any, str]] = {
         "load": (e.runner, "load"),
         "carry_out": (e.runner.accounts[1], "carry_out"),
-        "sync_tables": (e.runner, "sync_tables"),
+        "tables": (e, "_count_contexts"),
         "read": (e.scheduler, "_read_loads"),
         "allocate": (e.scheduler, "_take_host_pages"),
     }
@@ -50,7 +50,7 @@ def test_a_fault_during_admission_gives_everything_back(place: str, monkeypatch:
     after = e.store.stats(), [a.stats() for a in e.runner.accounts], [dict(a.resident) for a in e.runner.accounts]
     for name in ("logical_pages", "physical_pages", "free_pages"):
         assert getattr(before[0], name) == getattr(after[0], name)
-    if place != "sync_tables":  # there the pages were loaded properly and may stay resident
+    if place != "tables":  # there the pages were loaded properly and may stay resident
         assert before[1:] == after[1:]
         assert e.stats().decode.rollbacks == 1
     assert run_all(e)[request].token_ids == want
@@ -493,4 +493,43 @@ def test_memory_that_cannot_be_freed_is_counted_and_costs_no_turn(monkeypatch: p
     assert (out.token_ids, out.cached_tokens) == (want, 12)
     assert bundle.live == 0
     assert e.stats().faults.failed_dissolves == counted
+    drained(e)
+
+
+@pytest.mark.parametrize("fault", ["refused", "raised"])
+@pytest.mark.parametrize("kind", ["llama", "hybrid"])
+def test_pages_of_a_prefill_that_went_wrong_are_never_published(kind: str, fault: str, monkeypatch: pytest.MonkeyPatch):
+    """A13, A27: their copies to the host are under way when it is seen; nobody hits them, and the request starts over."""
+    e = engine(kind)
+    tokens = prompt(13, seed=4)
+    want = engine(kind, on=False).generate(tokens, GREEDY)[0].token_ids
+    request = e.submit(tokens, GREEDY)
+    real, copies = e.programs.prefill, []
+
+    def wrong(*args: Any) -> Any:
+        outputs, pools = real(*args)
+        pools = tuple(pool.replace(kv_pages=pool.kv_pages * 0 + 7) for pool in pools)
+        return outputs.replace(refused=jax.numpy.int32(3)), pools
+
+    def fetched(arrays: Any) -> Any:
+        if copies:  # the pages are on their way
+            raise RuntimeError("injected")
+        return jax_get(arrays)
+
+    jax_get, dispatch = jax.device_get, e.offloader._dispatch
+    with monkeypatch.context() as patch:
+        patch.setattr(e.offloader, "_dispatch", lambda due, pages: copies.append(due) or dispatch(due, pages))
+        patch.setattr(e.programs, "prefill", wrong)
+        if fault == "raised":
+            patch.setattr(jax, "device_get", fetched)
+        with pytest.raises(RuntimeError if fault == "raised" else IntegrityError, match=r"injected|3 K/V writes"):
+            e.step()
+    assert copies
+    check(e)
+    assert e.store.stats().entries == 0
+    done = run_all(e)[request]
+    assert (done.token_ids, done.cached_tokens) == (want, 0)
+    assert e.stats().requests.prefill_failures == 1
+    again = e.generate(tokens, GREEDY)[0]
+    assert (again.token_ids, again.cached_tokens) == (want, 12)
     drained(e)

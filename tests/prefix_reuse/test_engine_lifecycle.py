@@ -380,7 +380,7 @@ def test_page_tables_may_be_overwritten_as_soon_as_they_were_given_to_the_device
     account, pool = e.runner.accounts[0], e.runner.pools[0]
     account.page_table, account.shared_pages = aligned(account.page_table), aligned(account.shared_pages)
     account.page_table[0, :3], account.shared_pages[0] = [5, 6, 7], 2
-    context_lens = aligned(np.array([11, 0, 0, 0], np.int32))
+    context_lens = e.runner.context_lens = aligned(np.array([11, 0, 0, 0], np.int32))
     want = account.page_table.copy()
 
     @jax.jit
@@ -390,12 +390,12 @@ def test_page_tables_may_be_overwritten_as_soon_as_they_were_given_to_the_device
 
     matrix = jax.numpy.full((700, 700), 0.01)
     jax.block_until_ready(busy(pool.refcounts, matrix))
-    e.runner.sync_tables(context_lens)  # compiles
+    e.runner.sync_tables()  # compiles
     for _ in range(2):
         pool = e.runner.pools[0]
         e.runner.pools = (pool.replace(refcounts=busy(pool.refcounts, matrix)),)
         account.dirty = True
-        e.runner.sync_tables(context_lens)
+        e.runner.sync_tables()
         account.page_table[:], account.shared_pages[:], context_lens[:] = 0, 9, 99
         pool = e.runner.pools[0]
         assert np.array_equal(np.asarray(pool.page_table), want)
@@ -415,8 +415,10 @@ def test_tables_of_all_groups_go_to_the_device_in_one_call_that_takes_no_pages()
     real = e.programs._tables
     e.programs._tables = lambda *args: calls.append(args) or real(*args)  # type: ignore[assignment]
     try:
-        e.runner.sync_tables(np.array([7, 15, 0, 0], np.int32))
-        e.runner.sync_tables(np.zeros(4, np.int32))  # nothing has changed
+        e.runner.context_lens[:] = [7, 15, 0, 0]
+        e.runner.sync_tables()
+        e.runner.context_lens[:] = 0
+        e.runner.sync_tables()  # nothing has changed
     finally:
         e.programs._tables = real
     assert len(calls) == 1
