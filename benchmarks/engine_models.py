@@ -237,7 +237,8 @@ class Bench:
         """Steps of B rows, each with a context of its own or with most of it shared."""
         self.release()
         at = self.lengths
-        steps = self.decode_steps * (5 + max(8, self.repeats))  # timed, and those that start, end and profile
+        fills = -(-at.page // self.decode_steps)  # turns until a page is full
+        steps = self.decode_steps * (5 + fills + max(8, self.repeats))  # timed, and those that start, end and profile
         tail = pages_for(steps + 1, at.page) + 1
         own_pages = at.context // at.page + tail
         room = self._free_bytes()
@@ -284,6 +285,8 @@ class Bench:
         rows, earlier = len(prompts), engine.stats().decode.tokens
         requests = [engine.submit(prompt, params) for prompt in prompts]
         engine.step()  # admits, replays last tokens, compiles
+        for _ in range(-(-self.lengths.page // self.decode_steps)):  # until pages are full: their copy compiles, too
+            engine.step()
         before = engine.stats()
         if (before.decode.tokens - earlier) % rows or len(engine.scheduler.running) != rows:
             raise RuntimeError("the rows did not start together")

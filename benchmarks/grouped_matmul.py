@@ -73,6 +73,9 @@ FEW = {
     ],
     "bfloat16": [(32, 128, 4, 4), (64, 128, 4, 3), (64, 64, 4, 6), (64, 128, 4, 4, 1), (128, 64, 4, 4, 1)],
 }  # fmt: skip
+# block_n, block_w, warps of the kernel for a few rows of MXFP4 weights
+VECTOR = [(4, 256, 1), (8, 256, 1), (2, 256, 1), (4, 128, 1), (8, 256, 2), (16, 256, 4)]
+VECTOR_TOKENS = 4
 # block_m, then as above, then group_m
 MANY = {
     "mxfp4": [
@@ -93,7 +96,11 @@ def launches(case: Case, tokens: int) -> list[dict[str, int] | None]:
         return [None, *(launch(*values) for values in MANY[case.kind])]
     if tokens == 16:
         return [None]
-    return [None, *(launch(rows, *values) for values in FEW[case.kind])]
+    tried: list[dict[str, int] | None] = [None, *(launch(rows, *values) for values in FEW[case.kind])]
+    if case.kind == "mxfp4" and tokens <= VECTOR_TOKENS:
+        names = ("block_n", "block_w", "num_warps")
+        tried += [{"most_rows": tokens * case.k, **dict(zip(names, values, strict=True))} for values in VECTOR]
+    return tried
 
 
 def make_weights(case: Case, number: int) -> Any:

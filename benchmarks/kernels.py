@@ -97,6 +97,13 @@ SHARED_CONFIGS: dict[str, list[tuple[int, int | None, dict[str, int]]]] = {
         (1024, None, {"block": 64, "num_warps": 2, "num_stages": 4}),
     ],
 }  # fmt: skip
+# Launch parameters of decode over a window, beside the shipped ones
+WINDOW_CONFIGS: list[dict[str, int]] = [
+    {"block": block, "split": 1024, "num_warps": warps, "num_stages": stages}
+    for block, warps, stages in [(128, 2, 1), (128, 4, 1), (64, 1, 3), (64, 4, 3), (64, 2, 2), (32, 2, 4)]
+]
+# head_dim, and ops that both kinds of kernels have for it
+HEAD_DIMS = {80: ("decode", "prefill", "shared"), 96: ("decode", "prefill", "shared"), 256: ("decode",)}
 # Launch parameters of the Mosaic kernels that write, beside their defaults ({})
 APPEND_CONFIGS = [{}, {"tokens": 2}, {"tokens": 4}, {"tokens": 16}]
 COPY_CONFIGS = [
@@ -292,14 +299,28 @@ def run_crossover(H, K, D, implementations, report, S=64):
         report("crossover", shape, label, time_kernels(chain, args))
 
 
-def run_window(report):
+def run_head_dims(report):
+    """Triton beside Mosaic at the less usual sizes of heads, both with the launches that they choose."""
+    names = ("triton", "mosaic_gpu")
+    for head_dim, ops in HEAD_DIMS.items():
+        shape = [64, 32, 8, head_dim, 8192, 64]
+        if "decode" in ops:
+            run_decode([*shape, 0], {}, names, report)
+        if "shared" in ops:
+            run_shared([*shape, 7168], {}, names, report)
+        if "prefill" in ops:
+            run_prefill([8, 32, 8, head_dim, 8192, 128, 64], {}, names, report)
+
+
+def run_window(report, tune=False):
     """GPT-OSS shapes: window and sinks at a long context, beside the plain kernel over the tokens that are read."""
     H, K, D, S, window, ctx = 64, 8, 64, 64, 128, 8192
     sinks = jax.random.normal(jax.random.key(2), (H,), jnp.float32)
     kernel = kernel_of("paged_decode_attention", "triton")
 
-    def decode(q, layer, pool, table, lens, sinks, length=ctx, window=None, with_sinks=False):
+    def decode(q, layer, pool, table, lens, sinks, length=ctx, window=None, with_sinks=False, **options):
         keywords = {**PLAIN, "window": window, "sinks": sinks if with_sinks else None, "scale": D**-0.5, "layer": layer}
+        keywords |= options
         return kernel(q, pool, table[:, : -(-length // S)], jnp.minimum(lens, length), **keywords)[0]
 
     for B in (1, 64):
@@ -310,7 +331,12 @@ def run_window(report):
             "window and sinks": functools.partial(decode, window=window, with_sinks=True),
             "plain over everything": decode,
             "sinks over everything": functools.partial(decode, with_sinks=True),
+            "window alone": functools.partial(decode, window=window),
         }
+        for config in WINDOW_CONFIGS if tune else []:
+            run = functools.partial(decode, config=config)
+            calls[f"plain over the window {json.dumps(config)}"] = functools.partial(run, length=window)
+            calls[f"window and sinks {json.dumps(config)}"] = functools.partial(run, window=window, with_sinks=True)
         lens = jnp.full((B,), ctx, jnp.int32)
         sweep("window decode", [B, H, K, D, ctx, S, window], calls, (q, pool, table, lens, sinks), report)
 
@@ -476,7 +502,9 @@ def main() -> None:
         run_crossover(32, 8, 128, names, report)
         run_crossover(64, 8, 64, names, report)
     if "window" in only:
-        run_window(report)
+        run_window(report, options.tune)
+    if "head_dims" in only:
+        run_head_dims(report)
     if "append" in only:
         run_append(report, options.tune)
     if "copy" in only:

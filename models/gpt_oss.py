@@ -22,7 +22,7 @@ from models.checkpoint import check_heads, config_dtype, flag, integer, number, 
 from models.errors import CheckpointError
 from models.layers import linear
 from models.model import Attend, Model, Params
-from models.moe import combine, grouped_linear, route
+from models.moe import combine, grouped_linear, route, router_logits
 from models.mxfp4 import BLOCK, dequantise
 from models.params import BYTES, Source, matrix, norm, stacked_rows, vector
 from models.rope import RopeConfig, rope_table
@@ -291,7 +291,7 @@ class GptOss(Model):
 
 def experts_mlp(c: GptOssConfig, layer: Params, x: jax.Array) -> ExpertSum:
     """Each row of x [T, E] through its experts."""
-    logits = linear(x, layer["router"], out_dtype=jnp.float32)
+    logits = router_logits(x, layer["router"])
     routing = route(logits, c.experts_per_token, bias=layer["router_bias"], softmax_first=False)
     gate_up = grouped_linear(x, layer["gate_up"], routing, layer["gate_up_bias"], of_tokens=True)
     hidden = clamped_swiglu(gate_up, c.swiglu_limit)

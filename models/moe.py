@@ -13,10 +13,33 @@ import itertools
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from models.layers import linear
 from models.params import Source
 from pallas_kernels import ExpertSum, Mxfp4, Routing, grouped_matmul, route_experts, row_invariance
+
+MOST_OF_A_SUM = 192
+"""Columns of a part of the router's matmul: a multiple of 32."""
+MOST_IN_PARTS = 1024
+"""Tokens from which on the matmul is not small."""
+
+
+def router_logits(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """f32 logits of x [T, in] times weight [E, in].T, for `route`: [T, E], or in parts of the columns [S, T, E].
+
+    A few tokens' logits are a small matmul with a long sum: XLA splits the sum, pads what it does not divide, and adds up, four
+    launches. In parts it is one, and the routing adds them up.
+    """
+    tokens, columns = x.shape
+    part = next((n for n in range(MOST_OF_A_SUM, 0, -32) if columns % n == 0), columns)
+    if row_invariance() is not None or tokens == 1 or tokens > MOST_IN_PARTS or part == columns:
+        return linear(x, weight, out_dtype=jnp.float32)
+    x, weight = x.reshape(tokens, -1, part), weight.reshape(weight.shape[0], -1, part)
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    how = (((2,), (2,)), ((1,), (1,)))
+    return jax.lax.dot_general(x, weight, how, precision=precision, preferred_element_type=jnp.float32)
 
 
 def route(
@@ -25,7 +48,7 @@ def route(
     """`pallas_kernels.route_experts`, whose sums have a fixed order in row-invariant mode.
 
     Args:
-        logits: f32 [T, E] of the router.
+        logits: of the router, see `router_logits`.
         k: experts a token.
         bias: [E] or None.
         softmax_first: Qwen3: probabilities over all experts, of which the k largest are kept; GPT-OSS: a softmax over the k

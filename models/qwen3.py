@@ -16,7 +16,7 @@ from models.checkpoint import check_heads, config_dtype, flag, integer, number
 from models.errors import CheckpointError
 from models.layers import linear, swiglu
 from models.model import Attend, Model, Params
-from models.moe import combine, grouped_linear, route, stacked_experts
+from models.moe import combine, grouped_linear, route, router_logits, stacked_experts
 from models.params import Source, matrix, norm, stacked_rows
 from models.rope import RopeConfig, rope_table
 from pallas_kernels import ExpertSum, add_rms_norm, qkv_rope
@@ -198,7 +198,7 @@ def dense_mlp(layer: Params, x: jax.Array) -> jax.Array:
 
 def sparse_mlp(c: Qwen3Config, layer: Params, x: jax.Array) -> ExpertSum:
     """Each row of x [T, E] through its experts' SwiGLU."""
-    logits = linear(x, layer["router"], out_dtype=jnp.float32)
+    logits = router_logits(x, layer["router"])
     routing = route(logits, c.experts_per_token, softmax_first=True, normalise=c.normalise_topk)
     hidden = swiglu(grouped_linear(x, layer["gate_up"], routing, of_tokens=True))
     return combine(grouped_linear(hidden, layer["down"], routing), routing)

@@ -55,6 +55,12 @@ def cases() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
         logits = rng.normal(size=(tokens, experts)).astype(np.float32)
         route = functools.partial(_route, k=k, implementation="triton")
         yield f"route {tokens} tokens to {experts} experts triton", route, (logits,)
+        yield (
+            f"route in parts {tokens} tokens to {experts} experts triton",
+            route,
+            (np.stack([logits, -logits, logits]),),
+        )
+    yield from expert_cases(rng)
     for head_dim in (80, 96, 256):
         heads = rng.normal(size=(int(Q_LENS.sum()), HEADS, head_dim)).astype(jnp.bfloat16)
         other_pool = rng.normal(size=(*shape[:-1], head_dim)).astype(jnp.bfloat16)
@@ -81,6 +87,29 @@ def cases() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
         yield f"scatter {implementation}", scatter, (pool, ids, pages)
         copy = functools.partial(pk.copy_within, implementation=implementation)
         yield f"copy {implementation}", copy, (pool, ids[:2], ids[3:])
+
+
+def expert_cases(rng: np.random.Generator) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+    """As `cases`: matmuls of experts of MXFP4 weights, for a few rows and for many, and the sum of their outputs in a norm."""
+    blocks = rng.integers(0, 256, (4, 130, 10, 16), dtype=np.uint8)
+    weight = pk.Mxfp4.pack(blocks, rng.integers(118, 122, (4, 130, 10), dtype=np.uint8))
+    for sizes in ([0, 2, 0, 3], [40, 0, 3, 70]):
+        x = rng.normal(size=(sum(sizes) + 2, 320)).astype(jnp.bfloat16)
+        rows = rng.permutation(len(x)).astype(np.int32)
+        run = functools.partial(pk.grouped_matmul, implementation="triton")
+        yield f"experts of {len(x)} rows triton", run, (x, weight, np.array(sizes, np.int32))
+        picked = functools.partial(_picked, implementation="triton")
+        yield f"experts of {len(x)} picked rows triton", picked, (x, weight, np.array(sizes, np.int32), rows)
+    x, rows = (rng.normal(size=(n, 130)).astype(jnp.bfloat16) for n in (9, 23))
+    delta = pk.ExpertSum(
+        rows, rng.uniform(size=(9, 4)).astype(np.float32), rng.integers(0, 23, (9, 4)).astype(np.int32)
+    )
+    norm = functools.partial(pk.add_rms_norm, eps=1e-5, implementation="triton")
+    yield "experts added up triton", norm, (x, delta, np.ones(130, jnp.bfloat16))
+
+
+def _picked(x: Any, weight: Any, sizes: Any, rows: Any, implementation: str) -> Any:
+    return pk.grouped_matmul(x, weight, sizes, rows=rows, implementation=implementation)
 
 
 def _route(logits: Any, k: int, implementation: str) -> Any:

@@ -14,8 +14,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, CODES, WORDS, Mxfp4, value_of
+from pallas_kernels.grouped_matmul import triton_vector
+from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, CODES, WORDS, Mxfp4
 from pallas_kernels.grouped_matmul.plan import TilePlan, count_tiles, plan_tiles, rows_of_tile
+from pallas_kernels.grouped_matmul.unpack import factor_of, unpack
 from pallas_kernels.pallas_gpu import dot, interpret_here, power_of_two, triton_call, tuned
 
 DEFAULTS = {
@@ -29,6 +31,8 @@ DEFAULTS = {
     "mxfp4 M128": {"block_n": 128, "block_k": 128, "num_warps": 8, "num_stages": 3, "swap": 1},
     "float32": {"block_n": 64, "block_k": 32, "num_warps": 4, "num_stages": 2},
 }
+VECTOR = {"most_rows": 8, "block_n": 8, "block_w": 256, "num_warps": 4}
+"""Of `triton_vector`, which takes calls of at most so many rows of MXFP4 weights."""
 
 
 def grouped_matmul(
@@ -46,7 +50,7 @@ def grouped_matmul(
 
     These are: `block_m` rows, `block_n` outputs and `block_k` columns of a tile; `num_warps`, `num_stages`; `swap`: the
     weight is the left operand of the tensor cores, which on Hopper can come from registers; `group_m`: tiles of rows that go
-    through the outputs together.
+    through the outputs together; or, with `most_rows`, those of `triton_vector`.
     """
     packed = isinstance(weight, Mxfp4)
     if packed and x.dtype == jnp.float16:
@@ -64,6 +68,9 @@ def grouped_matmul(
     chosen = {"block_m": block_m, **tuned("grouped_matmul.triton", key, default), **(config or {})}
     if tiles is None or tiles.block != chosen["block_m"]:
         tiles = plan_tiles(group_sizes, num_rows, chosen["block_m"])
+    few = tuned("grouped_matmul.triton", "mxfp4 vector", VECTOR) if config is None else config
+    if isinstance(weight, Mxfp4) and not fixed_tile and num_rows <= few.get("most_rows", 0):
+        return triton_vector.multiply(x, weight, tiles, rows, bias, few)
     return _matmul(x, weight, tiles, rows, bias, interpret=interpret_here(), config=tuple(sorted(chosen.items())))
 
 
@@ -153,13 +160,13 @@ def _kernel(
             word = step * (block_k // CODES) + jnp.arange(block_k // CODES, dtype=jnp.int32)
             words = read(weight_refs[0].at[group, w_row, word[None, :]], block_n, word, CODES)
             after = scales_of(jnp.minimum(step + 1, steps - 1)) if early else ()
-            factor = _factor(scales if early else scales_of(step))
+            factor = factor_of(scales if early else scales_of(step))
             factor = jnp.broadcast_to(factor[:, :, None], (*factor.shape, WORDS)).reshape(words.shape)
             # lax.div and lax.rem, not // and %: what those add for negative numbers hides that columns are neighbours.
             column = jax.lax.div(word, WORDS) * BLOCK + jax.lax.rem(word, WORDS)
             for place in range(CODES):
                 x = read(x_ref.at[x_row, (column + WORDS * place)[None, :]], block_m, column)
-                w = _unpack(words, factor, place, interpret).astype(x.dtype)
+                w = unpack(words, factor, place, interpret).astype(x.dtype)
                 acc = acc + (dot(w, x, trans_b=True) if swap else dot(x, w, trans_b=True))
             return acc, after
 
@@ -197,44 +204,3 @@ def _read(ref, rows, column, each=1, *, columns, block_k):
         return pltriton.load(ref)
     mask = jnp.broadcast_to((column < columns // each)[None, :], (rows, column.shape[0]))
     return pltriton.load(ref, mask=mask, other=0)
-
-
-def _factor(scales):
-    """bfloat16 `2 ** (scale - 1)`: weights over what `_unpack` makes of their codes."""
-    return jax.lax.bitcast_convert_type((scales.astype(jnp.uint16) + 126) << 7, jnp.bfloat16)
-
-
-def _unpack(words, factor, place, interpret):
-    """Weights of one place of each word, bf16 of the words' shape.
-
-    A code's exponent and mantissa come to where bfloat16 has the lowest bits of its exponent and the highest of its mantissa
-    (bits 8 to 6), the sign to bit 15: `2 ** -126` times the code's value. One half is then denormal, as it was: one rule for
-    all.
-    """
-    if interpret:
-        return value_of(words, place) * (factor * jnp.asarray(2.0**-126, factor.dtype))
-    (weights,) = pltriton.elementwise_inline_asm(
-        f"{{ .reg .b32 b, c; {_PLACES[place]} mul.rn.bf16x2 $0, c, $2; }}",
-        args=[words, factor],
-        constraints="=r,r,r",
-        pack=2,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.bfloat16)],
-    )
-    return weights
-
-
-# The compiler does what two of them share once.
-_EXCHANGE = "prmt.b32 b, $1, $1, 0x2301;"
-_PLACES = (
-    "and.b32 c, $1, 0x81C081C0;",
-    "shl.b32 c, $1, 4; lop3.b32 c, c, $1, 0x81C081C0, 0x28;",  # (c ^ $1) & mask
-    f"{_EXCHANGE} shl.b32 c, b, 2; lop3.b32 c, c, b, 0x81C081C0, 0x28;",
-    f"{_EXCHANGE} shl.b32 c, b, 6; lop3.b32 c, c, b, 0x81C081C0, 0x28;",
-)
-
-
-def place_codes(register, place):
-    """What the PTX of `_unpack` does to a register of two words before it multiplies, in numpy, to be tested without a GPU."""
-    if place > 1:
-        register = (register & 0x00FF00FF) << 8 | register >> 8 & 0x00FF00FF
-    return (register ^ register << (0, 4, 2, 6)[place] if place else register) & 0x81C081C0

@@ -78,7 +78,7 @@ def _decode(q, kv_pages, page_table, kv_lens, layer, sinks, *, scale, window, so
     in_one = window is not None and window <= options["split"]  # wherever it lies
     if in_one or count_splits(page_table, layout.page_size_of(kv_pages), window, options["split"]) == 1:
         final = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)
-        inputs = layer, kv_lens, page_table, *(() if sinks is None else (sinks.astype(jnp.float32),))
+        inputs = layer, kv_lens, page_table, *(() if sinks is None else (sinks,))
         return _launch(_whole_kernel, q, kv_pages, *inputs, num_splits=1, out_shape=final, **keywords)
     parts, lses = split_states(q, kv_pages, layer, kv_lens, page_table, **keywords)
     return merge_splits(
@@ -156,7 +156,7 @@ def merge_splits(
         lses: f32 `[B, N, K, H / K or more]`, in base 2.
     """
     batch, _, num_heads, head_dim = parts.shape
-    inputs = (kv_lens, parts, lses) if sinks is None else (kv_lens, parts, lses, sinks.astype(jnp.float32))
+    inputs = (kv_lens, parts, lses) if sinks is None else (kv_lens, parts, lses, sinks)
     group = num_heads // lses.shape[2]
     return triton_call(
         functools.partial(_merge_kernel, window=window, split=split, group=group),
@@ -185,7 +185,7 @@ def _whole_kernel(q_ref, pool_ref, layer_ref, lens_ref, table_ref, *refs, window
     heads, own = head * group + lane, lane < group  # masked lanes must not name a place that others write
     sink = None
     if sink_refs:  # before the keys, behind whose latency it hides
-        sink = pltriton.load(sink_refs[0].at[heads], mask=own, other=0.0) * LOG2E
+        sink = pltriton.load(sink_refs[0].at[heads], mask=own, other=0.0).astype(jnp.float32) * LOG2E
     kv_len = lens_ref[row]
     keys = first_key(kv_len, window), kv_len
     state, _, column = read_keys(head, row, keys, layer_ref, table_ref, q_ref, pool_ref, group=group, **options)
@@ -299,6 +299,6 @@ def _merge_kernel(lens_ref, parts_ref, lses_ref, *refs, window, split, group):
     top, total, values = jax.lax.fori_loop(
         0, count, body, (jnp.float32(-jnp.inf), zero, jnp.zeros(column.shape, jnp.float32))
     )
-    out, lse = finish(top, total, values, sink_refs[0][head] * LOG2E if sink_refs else None)
+    out, lse = finish(top, total, values, sink_refs[0][head].astype(jnp.float32) * LOG2E if sink_refs else None)
     pltriton.store(out_ref.at[row, head, column], out.astype(out_ref.dtype), mask=inside)
     lse_ref[row, head] = lse

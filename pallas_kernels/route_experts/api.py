@@ -48,7 +48,7 @@ def route_experts(
     valid numbers all the same.
 
     Args:
-        logits: f32 `[T, E]` of the router.
+        logits: f32 `[T, E]` of the router; or `[S, T, E]`, S parts of each that are added up, the first one first.
         k: experts a token, 1 to E.
         bias: `[E]`, any float dtype, added to the logits in float32; or None.
         softmax_first: the k largest of a softmax over all experts (Qwen3); otherwise a softmax over the k largest logits
@@ -60,9 +60,9 @@ def route_experts(
     Raises:
         ValueError: shapes, dtypes or k do not fit together.
     """
-    if logits.ndim != 2 or logits.dtype != jnp.float32:
-        raise ValueError(f"logits must be [T, E] in f32, got {logits.dtype} {logits.shape}")
-    tokens, experts = logits.shape
+    if logits.ndim not in (2, 3) or logits.shape[:-2] == (0,) or logits.dtype != jnp.float32:
+        raise ValueError(f"logits must be [T, E] or [S, T, E] in f32, got {logits.dtype} {logits.shape}")
+    tokens, experts = logits.shape[-2:]
     if not 1 <= k <= experts:
         raise ValueError(f"k must be 1 to {experts}, the number of experts, got {k}")
     if bias is not None and bias.shape != (experts,):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -15,7 +17,8 @@ def route_experts(
     logits: jax.Array, k: int, *, bias: jax.Array | None, softmax_first: bool, normalise: bool, fixed_tile: bool
 ) -> Routing:
     """See `api.route_experts`."""
-    tokens, num_experts = logits.shape
+    tokens, num_experts = logits.shape[-2:]
+    logits = functools.reduce(jnp.add, logits) if logits.ndim == 3 else logits
     logits = logits if bias is None else logits + bias.astype(jnp.float32)
     if softmax_first:
         weights, experts = jax.lax.top_k(softmax(logits, fixed_tile), k)

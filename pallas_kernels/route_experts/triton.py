@@ -42,16 +42,19 @@ def route_experts(
     logits: jax.Array, k: int, *, bias: jax.Array | None, softmax_first: bool, normalise: bool, fixed_tile: bool
 ) -> Routing:
     """See `api.route_experts`."""
-    if logits.shape[1] > MOST_EXPERTS:
-        raise NotImplementedError(f"Triton routing takes at most {MOST_EXPERTS} experts, got {logits.shape[1]}.")
-    block = rows_of_tile(logits.shape[0] * k, logits.shape[1], fixed_tile)
+    tokens, experts = logits.shape[-2:]
+    if experts > MOST_EXPERTS:
+        raise NotImplementedError(f"Triton routing takes at most {MOST_EXPERTS} experts, got {experts}.")
+    block = rows_of_tile(tokens * k, experts, fixed_tile)
     how = {"k": k, "softmax_first": softmax_first, "normalise": normalise}
-    return _route(logits, bias, block=block, interpret=interpret_here(), how=tuple(how.items()))
+    return _route(
+        logits.reshape(-1, tokens, experts), bias, block=block, interpret=interpret_here(), how=tuple(how.items())
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("block", "interpret", "how"))
 def _route(logits, bias, *, block, interpret, how):
-    (tokens, experts), k = logits.shape, dict(how)["k"]
+    (_, tokens, experts), k = logits.shape, dict(how)["k"]
     width = max(16, power_of_two(experts))
     rows = table_rows(tokens)
     inputs = (logits, *(() if bias is None else (bias,)))
@@ -109,7 +112,7 @@ def _whole_kernel(logits_ref, *refs, has_bias, rows, width, block, **how):
     weights_ref, experts_ref, place_ref, tokens_ref, *planned = refs
     weights, experts = _choose(logits_ref, bias_ref, rows=rows, width=width, **how)
     token = jnp.arange(rows, dtype=jnp.int32)
-    table = _table(experts, token < logits_ref.shape[0], width)
+    table = _table(experts, token < logits_ref.shape[1], width)
     sizes = jnp.sum(table, axis=0)
     _store_choice(weights_ref, experts_ref, weights, experts, token)
     _store_places(place_ref, tokens_ref, experts, table, jnp.cumsum(sizes) - sizes, token)
@@ -123,7 +126,7 @@ def _choose_kernel(logits_ref, *refs, has_bias, rows, width, **how):
     token = pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32)
     _store_choice(weights_ref, experts_ref, weights, experts, token)
     expert = jnp.arange(width, dtype=jnp.int32)
-    counts = jnp.sum(_table(experts, token < logits_ref.shape[0], width), axis=0)
+    counts = jnp.sum(_table(experts, token < logits_ref.shape[1], width), axis=0)
     pltriton.store(counts_ref.at[pl.program_id(0), expert], counts, mask=expert < counts_ref.shape[1])
 
 
@@ -150,11 +153,12 @@ def _place_kernel(experts_ref, counts_ref, place_ref, tokens_ref, *planned, k, r
 
 def _choose(logits_ref, bias_ref, *, rows, width, k, softmax_first, normalise):
     """Weights and experts of `rows` tokens: k arrays `[rows]` of each."""
-    num_tokens, num_experts = logits_ref.shape
+    parts, num_tokens, num_experts = logits_ref.shape
     token = jnp.minimum(pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32), num_tokens - 1)
     expert = jnp.arange(width, dtype=jnp.int32)[None, :]
     real = jnp.broadcast_to(expert < num_experts, (rows, width))
-    logits = pltriton.load(logits_ref.at[token[:, None], expert], mask=real, other=-jnp.inf)
+    read = (pltriton.load(logits_ref.at[s, token[:, None], expert], mask=real, other=-jnp.inf) for s in range(parts))
+    logits = functools.reduce(jnp.add, read)
     if bias_ref is not None:
         bias = pltriton.load(bias_ref.at[expert[0]], mask=expert[0] < num_experts, other=0.0)
         logits = logits + bias.astype(jnp.float32)[None, :]

@@ -42,7 +42,7 @@ def merge_states(
         heads_per_tile: query heads of one tile.
     """
     batch, _, num_heads, head_dim = own[0].shape
-    inputs = (kv_lens, plan.order, plan.lanes, *tiles, *own, *(() if sinks is None else (sinks.astype(jnp.float32),)))
+    inputs = (kv_lens, plan.order, plan.lanes, *tiles, *own, *(() if sinks is None else (sinks,)))
     kernel = functools.partial(
         _kernel,
         split=plan.split,
@@ -108,6 +108,6 @@ def _kernel(
     zero = jnp.float32(0)
     empty = jnp.float32(-jnp.inf), zero, jnp.zeros(column.shape, jnp.float32)
     top, total, values = jax.lax.fori_loop(0, pl.cdiv(count, step), body, empty)
-    out, lse = finish(top, total, values, sink_refs[0][head] * LOG2E if sink_refs else None)
+    out, lse = finish(top, total, values, sink_refs[0][head].astype(jnp.float32) * LOG2E if sink_refs else None)
     pltriton.store(out_ref.at[row, head, column], out.astype(out_ref.dtype), mask=inside)
     lse_ref[row, head] = lse

@@ -99,6 +99,23 @@ class GroupedMatmulTests:
         y = self.run(x, Mxfp4.pack(blocks, scales), sizes, bias=jnp.asarray(bias))
         self.check(y, x, true, sizes, dtype, bias)
 
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    @pytest.mark.parametrize(("columns", "out"), [(96, 40), (320, 13)])
+    @pytest.mark.parametrize("sizes", [[0, 1, 0, 0], [1, 2, 0, 3], [0, 0, 0, 0]])
+    def test_a_few_rows_of_mxfp4_weights(self, sizes: list[int], columns: int, out: int, dtype: str) -> None:
+        """Decoding of a row or two: rows in order or picked, padding rows, NaN (a scale too large) where no row may look."""
+        rng = np.random.default_rng(5)
+        blocks, scales, true = random_mxfp4(rng, (4, out, columns))
+        scales[np.asarray(sizes) == 0] = 129
+        weight, bias = Mxfp4.pack(blocks, scales), rng.standard_normal((4, out)).astype(np.float32)
+        x = rng.standard_normal((sum(sizes) + 2, columns)).astype(np.float32).astype(jnp.dtype(dtype))
+        x[sum(sizes) :] = np.nan
+        y = self.run(x, weight, sizes, bias=jnp.asarray(bias))
+        self.check(y, x, true, sizes, dtype, bias)
+        rows = rng.permutation(len(x)).astype(np.int32)
+        picked = self.run(x[np.argsort(rows)], weight, sizes, rows=jnp.asarray(rows), bias=jnp.asarray(bias))
+        np.testing.assert_array_equal(picked.view(np.uint8), y.view(np.uint8))
+
     @pytest.mark.parametrize(
         ("packed", "dtype"),
         [

@@ -52,6 +52,16 @@ class RouteExpertsTests:
         np.testing.assert_allclose(got.weights, kept / sums, rtol=1e-5)
         self.check_places(got, experts)
 
+    @pytest.mark.parametrize(("parts", "tokens"), [(1, 3), (15, 16), (4, 130)])
+    def test_parts_of_logits_are_added_up(self, parts: int, tokens: int) -> None:
+        rng = np.random.default_rng(4)
+        logits = rng.integers(-64, 64, (parts, tokens, 9)).astype(np.float32) / 16 + np.arange(9) / 512  # exact sums
+        bias = jnp.asarray(rng.integers(-4, 4, 9), jnp.float32)
+        got, want = (self.run(some, 3, bias=bias, softmax_first=False) for some in (logits, logits.sum(0)))
+        np.testing.assert_array_equal(got.experts, want.experts)
+        np.testing.assert_array_equal(got.weights, want.weights)
+        self.check_places(got, 9)
+
     def check_places(self, got: Routing, experts: int) -> None:
         """Pairs are sorted by expert, stably; what is said of the tiles is true."""
         chosen = np.asarray(got.experts)

@@ -13,7 +13,7 @@ import pytest
 
 import models
 from models.gguf_checkpoint import _unpermute
-from models.moe import combine, grouped_linear, route
+from models.moe import combine, grouped_linear, route, router_logits
 from models.mxfp4 import dequantise, random_mxfp4
 from models.rope import RopeConfig, rope_table
 from models.testing import TOY_EOS, reference_generate, reference_logits, tiny_hybrid, tiny_llama, toy_tokenizer
@@ -87,6 +87,24 @@ def test_mixture_equals_a_loop_over_tokens_and_their_experts() -> None:
         shares = np.exp(scores[best]) / np.exp(scores[best]).sum()
         expected.append(sum(w * (weight[e] @ row + bias[e]) for w, e in zip(shares, best, strict=True)))
     np.testing.assert_allclose(expert_sum(combine(out, routing)), np.stack(expected), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "columns", "parts"), [(1, 384, 1), (2, 384, 2), (5, 2880, 15), (3, 72, 1), (1025, 384, 1)]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_of_the_router_come_in_parts_where_tokens_are_few(
+    tokens: int, columns: int, parts: int, dtype: str
+) -> None:
+    x, weight = jnp.asarray(normal(tokens, columns), dtype), jnp.asarray(normal(5, columns), dtype)
+    want = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    logits = router_logits(x, weight)
+    assert logits.dtype == jnp.float32
+    assert logits.shape == ((parts, tokens, 5) if parts > 1 else (tokens, 5))
+    total = np.asarray(logits, np.float64).reshape(parts, tokens, 5).sum(0)
+    np.testing.assert_allclose(total, want, rtol=1e-4, atol=1e-3)
+    with RowInvariance().active():
+        assert router_logits(x, weight).shape == (tokens, 5)
 
 
 def mixture(x: jax.Array, logits: jax.Array, weight: jax.Array, **options: Any) -> jax.Array:

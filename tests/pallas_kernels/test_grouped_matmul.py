@@ -12,7 +12,7 @@ import pytest
 
 import pallas_kernels as pk
 from models.mxfp4 import dequantise
-from pallas_kernels.grouped_matmul import triton
+from pallas_kernels.grouped_matmul import triton, triton_vector, unpack
 from pallas_kernels.grouped_matmul.mxfp4 import CODES, code_of, mxfp4_bytes, value_of, word_of
 from pallas_kernels.grouped_matmul.plan import plan_tiles
 from pallas_kernels.testing import GroupedMatmulTests, random_mxfp4
@@ -93,7 +93,7 @@ def test_the_shifts_of_the_gpu_kernel_give_the_codes_values(place):
     """What its PTX does to a register of two words, in numpy."""
     low, high = np.arange(65536, dtype=np.uint32), np.random.default_rng(0).permutation(65536).astype(np.uint32)
     register = low | high << 16
-    got = triton.place_codes(register, place)
+    got = unpack.place_codes(register, place)
     for half, words in ((got & 0xFFFF, low), (got >> 16, high)):
         values = (half << 16).view(np.float32).astype(np.float64) * 2.0**126
         want = np.asarray(value_of(jnp.asarray(words, jnp.uint16), place).astype(jnp.float32))
@@ -113,7 +113,8 @@ def test_the_shifts_of_the_gpu_kernel_give_the_codes_values(place):
 )
 @pytest.mark.parametrize("rows", [1, 700])
 def test_it_lowers_for_cuda_without_a_gpu(kind, dtype, rows, monkeypatch):
-    monkeypatch.setattr(triton, "interpret_here", lambda: False)
+    for module in (triton, triton_vector):
+        monkeypatch.setattr(module, "interpret_here", lambda: False)
     monkeypatch.setattr(triton, "tuned", lambda op, key, default: default)
 
     def shape(*dims, kind=dtype) -> Any:
