@@ -273,11 +273,11 @@ class GptOss(Model):
         rotation = rope_table(c.rope, positions)
         scale = 1 / math.sqrt(c.head_dim)
         norm = partial(add_rms_norm, eps=c.rms_norm_eps, round_last=True)
+        split = partial(qkv_rope, num_heads=c.num_heads, num_kv_heads=c.num_kv_heads)
         x, delta = params["embed"][tokens], None
         for i, layer in enumerate(params["layers"]):
             x, normed = norm(x, delta, layer["attn_norm"])
-            qkv, heads = linear(normed, layer["qkv"]), {"num_heads": c.num_heads, "num_kv_heads": c.num_kv_heads}
-            q, k, v = qkv_rope(qkv, *rotation, bias=layer["qkv_bias"], **heads)
+            q, k, v = split(linear(normed, layer["qkv"]), *rotation, bias=layer["qkv_bias"])
             o, kv = attend(kv, i, q, k, v, scale=scale, window=c.windows[i], sinks=layer["sinks"])
             o = linear(o.reshape(x.shape[0], -1), layer["out"])
             x, normed = norm(x, o, layer["mlp_norm"], bias=layer["out_bias"])

@@ -39,12 +39,11 @@ PREFERENCE: dict[str, tuple[str, tuple[str, ...]]] = {
     "scatter_pages": ("copy_pages", ("triton", "mosaic_gpu", "reference")),
     "copy_within": ("copy_pages", ("triton", "mosaic_gpu", "reference")),
 }
-# (op, implementation) -> head dims that run when the implementation is named, and that the choice passes over until they have
-# been timed beside the next one.
-UNTIMED: dict[tuple[str, str], tuple[int, ...]] = {
-    ("ragged_paged_attention", "mosaic_gpu"): (80, 96),
-    ("shared_prefix_attention", "mosaic_gpu"): (80, 96),
+# (op, head_dim) -> order of its own: Mosaic reads heads of 256 at 1.02 ms where Triton takes 1.48 (benchmarks/KERNELS.md).
+PREFERENCE_OF_HEADS: dict[tuple[str, int], tuple[str, ...]] = {
+    ("paged_decode_attention", 256): ("mosaic_gpu", "triton", "reference"),
 }
+NO_MOSAIC = "Mosaic GPU kernels need Hopper (compute capability 9.0) or later."
 IMPLEMENTATIONS = ("reference", "triton", "mosaic_gpu")
 
 _calls: Counter[tuple[str, str]] = Counter()
@@ -120,12 +119,13 @@ def call(op: str, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
         result = load(op, implementation)(*args, **kwargs)
         _calls[op, implementation] += 1
         return result
-    for name in _preferred(op):
+    last_axis = args[0].shape[-1]
+    for name in _preferred(op, last_axis):
         if name == "reference":
             break
         try:
-            if reason := _passed_over(op, name, args[0].shape[-1]):
-                raise NotImplementedError(reason)
+            if name == "mosaic_gpu" and _before_hopper():
+                raise NotImplementedError(NO_MOSAIC)
             result = load(op, name)(*args, **kwargs)
         except (NotImplementedError, ImportError) as error:
             _count_fallback(op, name, error)
@@ -146,20 +146,13 @@ def candidates(op: str, implementation: str | None, head_dim: int) -> tuple[str,
     """What `call` would try on this device for heads of this size, in order: the first that supports the case runs."""
     if implementation is not None:
         return (implementation,)
-    return tuple(name for name in _preferred(op) if not _passed_over(op, name, head_dim))
+    return tuple(name for name in _preferred(op, head_dim) if name != "mosaic_gpu" or not _before_hopper())
 
 
-def _passed_over(op: str, name: str, last_axis: int) -> str:
-    """Why the choice does not take this implementation though it might run; empty if it does."""
-    if name == "mosaic_gpu" and _before_hopper():
-        return "Mosaic GPU kernels need Hopper (compute capability 9.0) or later."
-    if last_axis in UNTIMED.get((op, name), ()):
-        return f"heads of {last_axis} have not been timed yet; name the implementation to run it."
-    return ""
-
-
-def _preferred(op: str) -> tuple[str, ...]:
-    return PREFERENCE[op][1] if _platform() in ("gpu", "cuda") else ("reference",)
+def _preferred(op: str, last_axis: int) -> tuple[str, ...]:
+    if _platform() not in ("gpu", "cuda"):
+        return ("reference",)
+    return PREFERENCE_OF_HEADS.get((op, last_axis), PREFERENCE[op][1])
 
 
 def _count_fallback(op: str, name: str, error: Exception) -> None:

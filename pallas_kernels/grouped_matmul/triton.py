@@ -31,7 +31,7 @@ DEFAULTS = {
     "mxfp4 M128": {"block_n": 128, "block_k": 128, "num_warps": 8, "num_stages": 3, "swap": 1},
     "float32": {"block_n": 64, "block_k": 32, "num_warps": 4, "num_stages": 2},
 }
-VECTOR = {"most_rows": 8, "block_n": 8, "block_w": 256, "num_warps": 4}
+VECTOR = {"most_rows": 8, "block_n": 2, "block_w": 256, "num_warps": 1}
 """Of `triton_vector`, which takes calls of at most so many rows of MXFP4 weights."""
 
 

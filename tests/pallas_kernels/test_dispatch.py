@@ -103,10 +103,9 @@ def test_older_cards_pass_over_mosaic_with_a_counted_reason(monkeypatch: pytest.
     assert any("Hopper" in reason for reason in report["fallback_reasons"])
 
 
-def test_head_dims_that_were_not_timed_are_passed_over_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    op = "ragged_paged_attention"
+def test_the_order_may_follow_the_size_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = "paged_decode_attention"
     monkeypatch.setattr(dispatch, "_platform", lambda: "cuda")
-    monkeypatch.setattr(dispatch, "_before_hopper", lambda: False)
     for name in ("triton", "mosaic_gpu"):
         module = types.ModuleType(f"pallas_kernels.{op}.{name}")
         setattr(module, op, lambda q, *args, name=name, **options: (name, None))
@@ -115,14 +114,14 @@ def test_head_dims_that_were_not_timed_are_passed_over_unless_named(monkeypatch:
     def ran(head_dim: int, implementation: str | None = None) -> Any:
         pool = jnp.zeros(layout.pool_shape(1, 2, 16, 1, head_dim))
         table, lens = jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
-        return pallas_kernels.ragged_paged_attention(
-            jnp.zeros((1, 4, head_dim)), pool, table, jnp.arange(2, dtype=jnp.int32), lens, layer=0,
-            implementation=implementation,
-        )  # fmt: skip
+        return pallas_kernels.paged_decode_attention(
+            jnp.zeros((1, 4, head_dim)), pool, table, lens, layer=0, implementation=implementation
+        )
 
-    assert [ran(head_dim) for head_dim in (64, 80, 96, 128)] == ["mosaic_gpu", "triton", "triton", "mosaic_gpu"]
-    assert ran(80, "mosaic_gpu") == "mosaic_gpu"
-    reasons = pallas_kernels.dispatch_report()[op]["fallback_reasons"]
-    assert any("heads of 80 have not been timed" in reason for reason in reasons)
-    assert dispatch.candidates(op, None, 96) == ("triton", "reference")
-    assert dispatch.candidates(op, None, 64) == ("mosaic_gpu", "triton", "reference")
+    for before_hopper, best in ((False, "mosaic_gpu"), (True, "triton")):
+        monkeypatch.setattr(dispatch, "_before_hopper", lambda old=before_hopper: old)
+        assert [ran(head_dim) for head_dim in (64, 128, 256)] == ["triton", "triton", best]
+        assert dispatch.candidates(op, None, 256)[0] == best
+    assert ran(256, "triton") == "triton"
+    assert dispatch.candidates(op, None, 64) == ("triton", "reference")
+    assert dispatch.candidates(op, "triton", 256) == ("triton",)
