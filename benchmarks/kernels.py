@@ -102,6 +102,7 @@ WINDOW_CONFIGS: list[dict[str, int]] = [
     {"block": block, "split": 1024, "num_warps": warps, "num_stages": stages}
     for block, warps, stages in [(128, 2, 1), (128, 4, 1), (64, 1, 3), (64, 4, 3), (64, 2, 2), (32, 2, 4)]
 ]
+WINDOW_PREFILL_CONFIGS: list[dict[str, int]] = [{"block_kv": 64}, {"block_kv": 64, "stages": 6}, {"stages": 3}]
 # head_dim, and ops that both kinds of kernels have for it
 HEAD_DIMS = {80: ("decode", "prefill", "shared"), 96: ("decode", "prefill", "shared"), 256: ("decode",)}
 # Launch parameters of the Mosaic kernels that write, beside their defaults ({})
@@ -340,8 +341,11 @@ def run_window(report, tune=False):
         lens = jnp.full((B,), ctx, jnp.int32)
         sweep("window decode", [B, H, K, D, ctx, S, window], calls, (q, pool, table, lens, sinks), report)
 
-    def prefill(q, layer, pool, table, offsets, lens, sinks, name="mosaic_gpu", window=None, with_sinks=False):
+    def prefill(
+        q, layer, pool, table, offsets, lens, sinks, name="mosaic_gpu", window=None, with_sinks=False, **options
+    ):
         keywords = {**PLAIN, "window": window, "sinks": sinks if with_sinks else None, "scale": D**-0.5, "layer": layer}
+        keywords |= options
         return kernel_of("ragged_paged_attention", name)(q, pool, table, offsets, lens, **keywords)[0]
 
     # 64 rows of one window of cached and one of new tokens are what 8 rows of 1024 new tokens see through it.
@@ -353,7 +357,12 @@ def run_window(report, tune=False):
         for name in ("mosaic_gpu", "triton"):
             run = functools.partial(prefill, name=name)
             calls[f"{name}: plain over everything"] = run
+            if cached == ctx and tune and name == "mosaic_gpu":
+                for config in WINDOW_PREFILL_CONFIGS:
+                    label = f"{name}: window and sinks {json.dumps(config)}"
+                    calls[label] = functools.partial(run, window=window, with_sinks=True, config=config)
             if cached == ctx:
+                calls[f"{name}: window alone"] = functools.partial(run, window=window)
                 calls[f"{name}: sinks over everything"] = functools.partial(run, with_sinks=True)
                 calls[f"{name}: window and sinks"] = functools.partial(run, window=window, with_sinks=True)
         shape = [B, H, K, D, cached, new, S, window]

@@ -101,9 +101,8 @@ def expert_cases(rng: np.random.Generator) -> Iterator[tuple[str, Callable[..., 
         picked = functools.partial(_picked, implementation="triton")
         yield f"experts of {len(x)} picked rows triton", picked, (x, weight, np.array(sizes, np.int32), rows)
     x, rows = (rng.normal(size=(n, 130)).astype(jnp.bfloat16) for n in (9, 23))
-    delta = pk.ExpertSum(
-        rows, rng.uniform(size=(9, 4)).astype(np.float32), rng.integers(0, 23, (9, 4)).astype(np.int32)
-    )
+    weights, place = rng.uniform(size=(9, 4)).astype(np.float32), rng.integers(0, 23, (9, 4)).astype(np.int32)
+    delta = pk.ExpertSum(*map(jnp.asarray, (rows, weights, place)))
     norm = functools.partial(pk.add_rms_norm, eps=1e-5, implementation="triton")
     yield "experts added up triton", norm, (x, delta, np.ones(130, jnp.bfloat16))
 
