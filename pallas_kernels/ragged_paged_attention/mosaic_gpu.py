@@ -50,6 +50,7 @@ def sizes(
     page_table: jax.Array,
     *,
     scale: float = 1.0,
+    window: int | None = None,
     config: dict[str, Any] | None = None,
 ) -> Sizes:
     """Choose sizes from shapes and the tuned table.
@@ -65,7 +66,8 @@ def sizes(
         raise NotImplementedError(f"Mosaic GPU prefill has head_dim {HEAD_DIMS}, not {head_dim}.")
     if scale <= 0:
         raise NotImplementedError("Mosaic GPU prefill needs a positive scale.")
-    tuned = {**TUNED["default"], **TUNED["head_dim"][str(head_dim)], **(config or {})}
+    narrow = TUNED["narrow"] if window is not None and window <= TUNED["narrow_window"] else {}
+    tuned = {**TUNED["default"], **TUNED["head_dim"][str(head_dim)], **narrow, **(config or {})}
     block_kv, chunk = tuned["block_kv"], tuned["chunk"]
     if page_size % 16 or (block_kv % page_size and page_size % block_kv):
         raise NotImplementedError(f"Mosaic GPU prefill has pages of 16, 32, 64 or 128 slots, not {page_size}.")
@@ -91,7 +93,7 @@ def make_plan(
     config: dict[str, Any] | None = None,
 ) -> schedule.Schedule:
     """Work list for these rows; depends on shapes, `q_offsets` and `kv_lens` alone, and not on the layer."""
-    chosen = sizes(q, kv_pages, page_table, config=config)
+    chosen = sizes(q, kv_pages, page_table, window=window, config=config)
     return schedule.build(
         q_offsets,
         kv_lens,
@@ -136,7 +138,7 @@ def ragged_paged_attention(
         NotImplementedError: dtype, head_dim, page size or scale without a kernel.
     """
     del fixed_tile
-    chosen = sizes(q, kv_pages, page_table, scale=scale, config=config)
+    chosen = sizes(q, kv_pages, page_table, scale=scale, window=window, config=config)
     tuned, packed, tokens, slots, split = chosen.tuned, chosen.packed, chosen.tokens, chosen.slots, chosen.split
     head_groups, num_chunks = chosen.head_groups, chosen.num_chunks
     num_tokens, num_heads, head_dim = q.shape
