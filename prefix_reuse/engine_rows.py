@@ -67,21 +67,31 @@ class EngineRows(EngineState):
             self.offloader.detach(row)
             self.scheduler.release(row)
         request = self._requests[row.request_id]
-        if not any(r.is_live for r in request.samples):
-            self._finished.append(self._output(row.request_id, request))
-            if not row.scoring:
-                del self._requests[row.request_id]
-            self.counters.requests.completed += reason != "cancelled"
+        if any(r.is_live for r in request.samples):
+            return
+        output, error = self._output(row.request_id, request)
+        self._finished.append(output)
+        if not row.scoring:
+            del self._requests[row.request_id]
+        self.counters.requests.completed += reason != "cancelled"
+        if error is not None:
+            raise error
 
-    def _output(self, request_id: int, request: Request) -> RequestOutput:
-        first = request.samples[0]
+    def _output(self, request_id: int, request: Request) -> tuple[RequestOutput, Exception | None]:
+        """What the request gives back; and what a tokenizer raised, which leaves the text of that sample empty."""
+        first, error = request.samples[0], None
         tokenizer = getattr(self.model, "tokenizer", None)
         samples = []
         for row in request.samples:
-            text = cut_at_stop(tokenizer.decode(row.generated), row.params.stop) if tokenizer is not None else ""
+            text = ""
+            try:
+                if tokenizer is not None:
+                    text = cut_at_stop(tokenizer.decode(row.generated), row.params.stop)
+            except Exception as reason:
+                error = error or reason
             samples.append(SampleOutput(tuple(row.generated), text, row.finish_reason or ""))
         started = first.first_token_at
-        return RequestOutput(
+        output = RequestOutput(
             request_id=request_id,
             prompt_token_ids=request.prompt,
             samples=tuple(samples),
@@ -90,12 +100,15 @@ class EngineRows(EngineState):
             full_hit=first.full_hit,
             ttft_ms=math.nan if started is None else (started - first.submitted_at) * 1e3,
         )
+        return output, error
 
     def _cancel(self, request_id: int) -> None:
         """See `Engine.cancel`."""
         request = self._live(request_id)
-        for row in request.samples:
-            if row.is_live:
-                self._complete(row, "cancelled")
         self.counters.requests.cancelled += 1
-        self.prefetcher.look_ahead()
+        try:
+            for row in request.samples:
+                if row.is_live:
+                    self._complete(row, "cancelled")
+        finally:
+            self.prefetcher.look_ahead()

@@ -21,7 +21,7 @@ class SampleOutput:
 
     token_ids: tuple[int, ...]
     text: str
-    """Decoded text without the stop string; empty when the model has no tokenizer."""
+    """Decoded text without the stop string; empty without a tokenizer, or where it raised, which the turn raised, too."""
     finish_reason: str
     """`stop` (an end id or stop string), `length` (max_tokens or the context), `capacity` (the page pool), `cancelled`."""
 

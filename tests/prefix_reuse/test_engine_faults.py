@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import jax
@@ -533,3 +534,42 @@ def test_pages_of_a_prefill_that_went_wrong_are_never_published(kind: str, fault
     again = e.generate(tokens, GREEDY)[0]
     assert (again.token_ids, again.cached_tokens) == (want, 12)
     drained(e)
+
+
+@pytest.mark.parametrize("ends", ["alone", "together", "cancelled"])
+def test_a_tokenizer_that_fails_at_the_end_loses_no_tokens_and_leaves_no_request(ends: str):
+    """The error is the turn's; the output has its tokens and no text; nothing stays listed or allocated."""
+    e = engine()
+    real, broken = e.model.tokenizer, True  # type: ignore[attr-defined]
+
+    class Failing:
+        def decode(self, token_ids: Any) -> str:
+            if broken:
+                raise RuntimeError("injected")
+            return real.decode(token_ids)
+
+    e.model = dataclasses.replace(e.model, tokenizer=Failing())  # type: ignore[type-var]
+    prompts = [prompt(9, seed=s) for s in range(2 if ends == "together" else 1)]
+    want = [o.token_ids for o in engine(on=False).generate(prompts, LONG)]
+    ids = [e.submit(some, LONG) for some in prompts]
+    outputs: dict[int, Any] = {}
+    errors: list[str] = []
+    while e.has_work and not errors:
+        try:
+            outputs.update((o.request_id, o) for o in e.step())
+            if ends == "cancelled":
+                e.cancel(ids[0])
+        except RuntimeError as error:
+            errors.append(str(error))
+    outputs |= run_all(e)
+    assert errors == ["injected"]
+    assert not e._requests
+    if ends == "cancelled":
+        assert outputs[ids[0]].token_ids == want[0][: len(outputs[ids[0]].token_ids)]
+        assert e.stats().requests.cancelled == 1
+    else:
+        assert [outputs[i].token_ids for i in ids] == want
+    assert {outputs[i].text for i in ids} == {""}
+    drained(e)
+    broken = False
+    assert e.generate(prompts[0], LONG)[0].text == real.decode(want[0])
