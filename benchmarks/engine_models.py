@@ -5,7 +5,7 @@
 
 Sections: `ttft` (cold, warm, and reuse off beside on where nothing hits), `host` (the prefix lies on the host only), `decode`,
 `deterministic` (`verify`, and what the mode costs), `workload` (500 requests). MODELS.md says how each is measured. A figure is
-printed when it is there and the file is written after each section; a file that exists is added to.
+printed when it is there and then written to the file; a file that exists is added to.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,20 +25,20 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.engine_cases import ONE, close, drain, first_event, first_token, without_host_copies
 from benchmarks.engine_phases import phase_times
+from benchmarks.engine_report import beside, print_kernels, print_phases, print_row, print_timeline, summary
 from benchmarks.model_costs import FULL, TINY, Costs, Rates, make_model, measure_rates
-from benchmarks.profiling import Timeline, kernel_times, timeline
+from benchmarks.profiling import kernel_times, timeline
 from prefix_reuse import Engine, EngineConfig, SamplingParams
 from prefix_reuse.deterministic import ONE_PROGRAM, deterministic_means
 from prefix_reuse.plan import pages_for
 from prefix_reuse.programs import Programs
-from prefix_reuse.transfer import PendingCopy
 from prefix_reuse.verify import run_verify
 
 SECTIONS = ("ttft", "host", "decode", "deterministic", "workload")
 PREFILL_CALLS = 16
 """Of a turn of the workload: enough for all rows, which then decode together."""
-ONE = SamplingParams(max_tokens=1, ignore_eos=True)
 HEADROOM = 10 << 30
 """Device bytes that are left to activations, logits and staging when the pool of the decode section is sized."""
 
@@ -482,133 +481,6 @@ class Bench:
         print_phases("the workload", [phase_times(engine, lambda: engine.generate(prompts, params))])
 
 
-# ---- engines
-
-
-def first_token(engine: Engine, tokens: np.ndarray, *, cached: int | None = None) -> dict[str, Any]:
-    """Milliseconds from submit until `step` has returned the one token, on an engine that has nothing else to do.
-
-    `ttft_ms` is the engine's own figure. Copies of the new pages end after the clock has stopped. Raises `RuntimeError`
-    when not exactly `cached` tokens were a hit.
-    """
-    start = time.perf_counter()
-    engine.submit(tokens, ONE)
-    outputs = []
-    while not outputs:
-        outputs = engine.step()
-    ms = (time.perf_counter() - start) * 1e3
-    drain(engine)
-    (output,) = outputs
-    if cached is not None and output.cached_tokens != cached:
-        raise RuntimeError(f"{output.cached_tokens} of {len(tokens)} tokens were cached, expected {cached}")
-    return {"ms": ms, "ttft_ms": output.ttft_ms}
-
-
-def first_event(engine: Engine, tokens: np.ndarray) -> dict[str, Any]:
-    """Milliseconds until a stream, which asks for more than one token, has given the first."""
-    start = time.perf_counter()
-    with engine.stream(tokens, SamplingParams(max_tokens=64, ignore_eos=True)) as stream:
-        next(stream)
-        ms = (time.perf_counter() - start) * 1e3
-    drain(engine)
-    return {"ms": ms}
-
-
-def drain(engine: Engine) -> None:
-    """Steps until nothing is left to do, copies to the host included."""
-    while engine.has_work:
-        engine.step()
-
-
-def close(engine: Engine) -> None:
-    """Frees the device pools at once: engines are in reference cycles."""
-    for leaf in jax.tree.leaves(engine.runner.pools):
-        leaf.delete()
-    gc.collect()
-
-
-@contextmanager
-def without_host_copies(engine: Engine) -> Iterator[None]:
-    """Every page that is computed meanwhile gets the bytes of one host page, so that long contexts take no host memory.
-
-    The device pages are real. The pages must not be loaded from the host: clear the cache before the engine goes on.
-    """
-    transfer = engine.runner.transfer
-    page = [np.zeros(1, np.int32) for _ in engine.runner.pools]
-    one = transfer.offload([pool.kv_pages for pool in engine.runner.pools], page, np.zeros(1, np.int64))
-    one.wait()
-    engine.runner.transfer = _SamePage(transfer, one.payloads[0])  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        engine.runner.transfer = transfer
-
-
-class _SamePage:
-    """A `PageTransfer` whose copies to the host are all the same page, there already."""
-
-    def __init__(self, transfer: Any, payload: Any):
-        self._transfer, self._payload = transfer, payload
-
-    def offload(self, pools: Any, device_pages: Any, host_pages: np.ndarray, lengths: Any = None) -> PendingCopy:
-        return PendingCopy(np.array(host_pages), (self._payload,) * len(host_pages), ())
-
-    def load(self, pools: Any, parts: Any, device_pages: Any, staged: Any = None) -> Any:
-        raise RuntimeError("a page that was never copied to the host must not be loaded")
-
-    @property
-    def sparse_bundles(self) -> int:
-        return self._transfer.sparse_bundles
-
-    def tidy(self, most: int | None = 1) -> None:
-        self._transfer.tidy(most)
-
-
-# ---- figures
-
-
-def summary(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Median and spread of `ms`, and the median of the engine's own TTFT."""
-    times = sorted(run["ms"] for run in runs)
-    own = statistics.median(run["ttft_ms"] for run in runs)
-    return {"ms": statistics.median(times), "ms_min": times[0], "ms_max": times[-1], "ttft_ms": own}
-
-
-def beside(ideal: float, runs: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The least time, and how many times it the median is."""
-    return {"ideal_ms": ideal, "times_ideal": statistics.median(run["ms"] for run in runs) / ideal}
-
-
-def print_row(row: dict[str, Any]) -> None:
-    shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in row.items() if key != "case"}
-    print(f"  {row['case']:28s} " + "  ".join(f"{key} {value}" for key, value in shown.items()), flush=True)
-
-
-def print_kernels(what: str, times: dict[str, tuple[float, int]], calls: int) -> None:
-    total = sum(ms for ms, _ in times.values()) / calls
-    print(f"    kernels of {what}: {total:.3f} ms, {sum(n for _, n in times.values()) // calls} launches", flush=True)
-    for name, (ms, count) in list(times.items())[:40]:
-        print(f"      {ms / calls:9.4f} ms  x{count / calls:<7.1f} {name[:110]}", flush=True)
-
-
-def print_timeline(what: str, found: Timeline) -> None:
-    print_kernels(what, found.kernels, 1)
-    print(f"    first to last kernel {found.span:.3f} ms; longest waits, by the kernel that ended them", flush=True)
-    for title, times in (("", found.gaps), ("    host calls", found.host)):
-        if title:
-            print(title, flush=True)
-        for name, (ms, count) in list(times.items())[:24]:
-            print(f"      {ms:9.4f} ms  x{count:<5d} {name[:110]}", flush=True)
-
-
-def print_phases(what: str, runs: Sequence[dict[str, tuple[float, int]]]) -> None:
-    """Medians of host milliseconds by phase; a phase contains those that are called within it."""
-    print(f"    host time of {what}", flush=True)
-    for name in runs[0]:
-        ms = statistics.median(run[name][0] for run in runs)
-        print(f"      {ms:9.3f} ms  x{runs[0][name][1]:<6d} {name}", flush=True)
-
-
 # ---- the program
 
 
@@ -646,6 +518,7 @@ def run_model(name: str, options: argparse.Namespace, lengths: Lengths) -> None:
         for row in getattr(bench, section)():
             record[section]["rows"].append(row)
             print_row(row)
+            save_result(options.json, result)  # a run that is cut has the rows so far
         record[section]["seconds"] = time.perf_counter() - begun
         record[section]["compilations"] = dict(bench.programs.counter.counts)
         print(f"  {record[section]['seconds']:.1f} s", flush=True)
@@ -665,6 +538,14 @@ def save_result(path: Path | None, result: dict[str, Any]) -> None:
         part.replace(path)
 
 
+def row_counts(text: str) -> tuple[int, ...]:
+    """Numbers from 1 on, by comma."""
+    rows = tuple(map(int, text.split(",")))
+    if min(rows) < 1:
+        raise ValueError(text)
+    return rows
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -678,6 +559,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--decode-steps", type=int, default=16)
+    parser.add_argument("--rows", type=row_counts, help="rows of the decode cases, by comma; default 1,16,64")
     parser.add_argument("--workload-rows", type=int, default=256)
     parser.add_argument("--scale", type=int, default=8, help="tiny models: lengths are divided by this")
     options = parser.parse_args(arguments)
@@ -698,7 +580,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Before the first use of the device: 64 contexts of 8192 tokens and the weights take more than the default share.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     for name in options.models:
-        run_model(name, options, Lengths() if name in FULL else Lengths().scaled(options.scale))
+        lengths = Lengths() if name in FULL else Lengths().scaled(options.scale)
+        if options.rows:
+            lengths = dataclasses.replace(lengths, rows=options.rows)
+        run_model(name, options, lengths)
         gc.collect()
 
 

@@ -67,7 +67,7 @@ def sections(path: Path, *arguments: str) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def test_a_run_that_is_cut_leaves_the_sections_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_that_is_cut_leaves_the_rows_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def cut(bench: engine_models.Bench) -> Any:
         yield {"case": "half"}
         raise KeyboardInterrupt
@@ -81,7 +81,8 @@ def test_a_run_that_is_cut_leaves_the_sections_before_it(tmp_path: Path, monkeyp
     assert {"cold", "warm", "warm, stream", "0% hits, reuse on / off", "memory"} <= rows.keys()
     assert rows["warm"]["cached"] == 256
     assert rows["warm"]["times_ideal"] == pytest.approx(rows["warm"]["ms"] / rows["warm"]["ideal_ms"])
-    assert "host" not in record
+    assert record["host"]["rows"] == [{"case": "half"}]
+    assert "seconds" not in record["host"]
 
 
 @pytest.mark.slow
@@ -89,11 +90,12 @@ def test_decode_and_the_workload_on_a_mixture_of_experts(tmp_path: Path, capsys:
     path = tmp_path / "out.json"
     path.write_text(json.dumps({"another": {"ttft": {}}}))
     arguments = ["--model", "tiny-moe", "--scale", "32", "--only", "decode", "--workload", "--workload-rows", "4"]
+    arguments += ["--rows", "2"]
     result = sections(path, *arguments, "--profile")
     assert "another" in result
     rows = result["tiny-moe"]["decode"]["rows"]
     cases = [(row["rows"], row["shared"], row["own"]) for row in rows if row["case"] == "decode"]
-    assert cases == [(1, 0, 256), (2, 0, 256), (2, 224, 32)]
+    assert cases == [(2, 0, 256), (2, 224, 32)]
     assert all(row["ms_min"] <= row["ms_median"] <= row["ms_max"] for row in rows if row["case"] == "decode")
     first, timed, _ = result["tiny-moe"]["workload"]["rows"]
     assert timed["computed_tokens"] == timed["least_computed_tokens"] == 128 + 15 * 8
@@ -104,7 +106,7 @@ def test_decode_and_the_workload_on_a_mixture_of_experts(tmp_path: Path, capsys:
 @pytest.mark.slow
 def test_a_case_that_does_not_fit_the_device_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = make_model("tiny-llama")
-    room = 260 * Costs(model, 2).page_bytes  # two rows of 256 tokens need 140 pages each
+    room = 260 * Costs(model, 2).page_bytes  # two rows of 256 tokens need 144 pages each
     monkeypatch.setattr(engine_models.Bench, "_free_bytes", lambda bench: room)
     result = sections(tmp_path / "out.json", "--model", "tiny-llama", "--scale", "32", "--only", "decode")
     left_out = [row for row in result["tiny-llama"]["decode"]["rows"] if "left_out" in row]
@@ -116,3 +118,7 @@ def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         engine_models.main(["--model", "tiny-llama,none", "--only", "nothing"])
     assert "none, nothing" in capsys.readouterr().err
+    for rows in ("1,x", "0", ""):
+        with pytest.raises(SystemExit):
+            engine_models.main(["--model", "tiny-llama", f"--rows={rows}"])
+        assert "--rows" in capsys.readouterr().err
