@@ -23,7 +23,7 @@ from pallas_kernels import ExpertSum, Mxfp4, Routing, grouped_matmul, route_expe
 MOST_OF_A_SUM = 192
 """Columns of a part of the router's matmul: a multiple of 32."""
 MOST_IN_PARTS = 1024
-"""Tokens from which on the matmul is not small."""
+"""Tokens up to which the matmul is small."""
 
 
 def router_logits(x: jax.Array, weight: jax.Array) -> jax.Array:
