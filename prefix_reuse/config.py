@@ -87,7 +87,8 @@ class EngineConfig:
     attention: Literal["reference", "triton", "mosaic_gpu"] | None = None
     """Force one kernel implementation; None = the one that measured fastest, where it supports the case."""
     compilation_cache: bool = True
-    """Keep XLA programs on disk between processes (JAX's persistent compilation cache), unless already configured."""
+    """Keep XLA programs on disk between processes (JAX's persistent compilation cache, in `~/.cache/prefix_reuse/xla`), unless
+    a folder is configured already."""
 
     def __post_init__(self) -> None:
         if not is_power_of_two(self.page_size):
