@@ -17,7 +17,7 @@ def progress_bar(title: str) -> Callable[[LoadProgress], None]:
 
     def report(at: LoadProgress) -> None:
         if at.done == 0:
-            bar.console.print(f"{title}: {at.total} parameters, {at.bytes_total / 1e9:.2f} GB of device memory")
+            bar.console.print(f"{title}: {at.total} tensors, {at.bytes_total / 1e6:,.1f} MB of device memory")
             bar.start()
         bar.update(task, completed=at.bytes_done, total=at.bytes_total)
         if at.done == at.total:

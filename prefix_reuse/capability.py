@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,8 @@ def check_model(model: Any) -> None:
         for name in ("name", "params", "kv_groups", "vocab_size", "max_context", "eos_token_ids", "forward", "unembed")
         if not hasattr(model, name)
     ]
+    if isinstance(model, str | os.PathLike):
+        raise ConfigError(f"{model!r} is a name or a path, not a model: Engine.from_checkpoint loads it")
     if missing:
         raise ConfigError(f"{type(model).__name__} is not a model: it has no {', '.join(missing)}")
     for group in model.kv_groups:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from prefix_reuse.config import EngineConfig
 from prefix_reuse.demo import QUESTIONS, DemoReport, run_demo
 from prefix_reuse.errors import ConfigError, InvalidRequestError, PrefixReuseError
 from prefix_reuse.simulate import POLICIES, parse_tokens, plot_hit_rates
@@ -213,7 +214,7 @@ def print_report(report: DemoReport, console: Console) -> None:
         pages.add_column(heading, justify="right")
     for name, logical, physical in (
         ("host", report.host_pages_logical, report.host_pages_physical),
-        ("GPU", report.gpu_pages_logical, report.gpu_pages_physical),
+        ("device", report.gpu_pages_logical, report.gpu_pages_physical),
     ):
         pages.add_row(name, str(logical), str(physical), str(logical - physical))
     console.print(pages)
@@ -245,6 +246,7 @@ def verify(
 
     try:
         check_outputs(json_file)  # said now, not after all the runs
+        EngineConfig(page_size=page_size, max_prefill_tokens=max(page_size, 512))  # nor after loading
         loaded = load_model(model, progress=True, dequantise=dequantise)
         report = run_verify(loaded, deterministic=deterministic, page_size=page_size, progress=True)
     except (ValueError, OSError) as error:
@@ -276,6 +278,7 @@ def convert(
         save_model(load_model(checkpoint, dtype=dtype, progress=True, dequantise=dequantise), folder)
     except (ValueError, OSError) as error:
         fail(error)
+    Console(soft_wrap=True).print(f"written: {folder}", markup=False, highlight=False)
 
 
 def print_verification(report: VerifyReport, console: Console) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from prefix_reuse.errors import ConfigError, InvalidRequestError
+
+Implementation = Literal["reference", "triton", "mosaic_gpu"]
 
 
 def is_power_of_two(n: int) -> bool:
@@ -84,7 +86,7 @@ class EngineConfig:
     """Checksum every indexed page per layer and check it when it is reused."""
     poison: bool = False
     """Fill freed and reclaimed pages with NaN, on host and device, so that a stale read shows. For tests; slow."""
-    attention: Literal["reference", "triton", "mosaic_gpu"] | None = None
+    attention: Implementation | None = None
     """Force one kernel implementation; None = the one that measured fastest, where it supports the case."""
     compilation_cache: bool = True
     """Keep XLA programs on disk between processes (JAX's persistent compilation cache, in `~/.cache/prefix_reuse/xla`), unless
@@ -119,6 +121,9 @@ class EngineConfig:
             raise ConfigError(
                 f'deterministic_means must be "row-invariant", "one program" or None, got {self.deterministic_means!r}'
             )
+        if self.attention is not None and self.attention not in get_args(Implementation):
+            names = ", ".join(get_args(Implementation))
+            raise ConfigError(f"attention must be one of {names}, or None, got {self.attention!r}")
         if self.enable_prefix_reuse and not self.host_page_reuse:
             raise ConfigError(
                 "stages: M2 (suffix_prefill) and M3 (decode_page_sharing) each need M1 (host_page_reuse); "

@@ -22,6 +22,9 @@ class CapacityError(InvalidRequestError):
 class UnknownRequestError(PrefixReuseError, KeyError):
     """A request or sequence id that is not live."""
 
+    def __str__(self) -> str:
+        return Exception.__str__(self)  # without the quotes of a KeyError
+
 
 class LengthsError(PrefixReuseError, ValueError):
     """Query, context and KV lengths of a batch contradict each other."""

@@ -38,7 +38,11 @@ Pools = tuple[DevicePages, ...]
 
 
 class PagedModel(Protocol):
-    """What a model has to offer; `models` has ready ones, your own needs only this."""
+    """What a model has to offer; `models` has ready ones, your own needs only this.
+
+    Read where a model has them, too: `tokenizer` (text in and out), `identity` (mapping: joins the namespace of its pages), `config` (hashable: models of equal ones share programs), `row_invariant_matmuls` (deterministic mode),
+    `attention_kind` ("mla" and "dsa" are refused).
+    """
 
     @property
     def name(self) -> str: ...

@@ -96,11 +96,18 @@ def test_prompts_over_the_context_or_the_pool_are_refused_at_submit():
         {"page_size": 64, "max_prefill_tokens": 32},
         {"decode_steps": 0},
         {"max_context": 0},
+        {"attention": "pallas"},
     ],
 )
-def test_sizes_that_cannot_work_are_configuration_errors(bad: dict[str, Any]):
-    with pytest.raises(ConfigError):
+def test_values_that_cannot_work_are_configuration_errors(bad: dict[str, Any]):
+    with pytest.raises(ConfigError, match=next(reversed(bad))):
         EngineConfig(**bad)
+
+
+def test_a_name_in_the_place_of_a_model_is_told_how_it_is_loaded():
+    for name in ("smollm2", Path("weights.gguf")):
+        with pytest.raises(ConfigError, match="from_checkpoint"):
+            Engine(name, EngineConfig())  # type: ignore[arg-type]
 
 
 def test_pools_too_small_for_one_row_are_a_configuration_error():
@@ -148,8 +155,10 @@ def test_latent_attention_is_refused_before_any_matching():
 def test_unknown_requests_raise_the_package_error():
     e = engine()
     for call in (e.cancel, e.hold, e.resume):
-        with pytest.raises(UnknownRequestError):
+        with pytest.raises(UnknownRequestError) as caught:
             call(17)
+        assert "17" in str(caught.value)
+        assert str(caught.value)[0] not in "'\""
 
 
 def test_only_listed_transitions_are_allowed():
