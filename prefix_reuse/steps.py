@@ -40,8 +40,9 @@ Pools = tuple[DevicePages, ...]
 class PagedModel(Protocol):
     """What a model has to offer; `models` has ready ones, your own needs only this.
 
-    Read where a model has them, too: `tokenizer` (text in and out), `identity` (mapping: joins the namespace of its pages), `config` (hashable: models of equal ones share programs), `row_invariant_matmuls` (deterministic mode),
-    `attention_kind` ("mla" and "dsa" are refused).
+    Read where a model has them, too: `tokenizer` (text in and out), `identity` (mapping: joins the namespace of its pages),
+    `config` (hashable: models of equal ones share programs), `row_invariant_matmuls` (deterministic mode), `attention_kind`
+    ("mla" and "dsa" are refused).
     """
 
     @property
