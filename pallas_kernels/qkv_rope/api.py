@@ -57,6 +57,9 @@ def qkv_rope(
     for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
         if weight is not None and weight.shape != (2 * half,):
             raise ValueError(f"{name} must be ({2 * half},), got {weight.shape}")
+    if qkv.shape[0] == 0:
+        q, k = (jnp.zeros((0, n, 2 * half), qkv.dtype) for n in (num_heads, num_kv_heads))
+        return q, k, k
     return dispatch.call(
         "qkv_rope",
         implementation,

@@ -64,10 +64,11 @@ def _kernel(qkv_ref, cos_ref, sin_ref, *refs, heads, half, eps, has_bias):
     place = head * (2 * half) + column
     first = pltriton.load(qkv_ref.at[token, place], mask=mask, other=0.0)
     second = pltriton.load(qkv_ref.at[token, place + half], mask=mask, other=0.0)
-    for ref in bias_refs:
-        first = first + pltriton.load(ref.at[place], mask=mask, other=0.0)
-        second = second + pltriton.load(ref.at[place + half], mask=mask, other=0.0)
     a, b = first.astype(jnp.float32), second.astype(jnp.float32)
+    for ref in bias_refs:
+        a = a + pltriton.load(ref.at[place], mask=mask, other=0.0).astype(jnp.float32)
+        b = b + pltriton.load(ref.at[place + half], mask=mask, other=0.0).astype(jnp.float32)
+        first, second = a.astype(qkv_ref.dtype), b.astype(qkv_ref.dtype)
     is_query = head < num_heads
     if norm_refs:
         q_norm, k_norm = norm_refs
