@@ -63,6 +63,17 @@ def test_add_rms_norm_adds_a_bias(implementation, dtype):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_add_rms_norm_rounds_what_it_adds_up_once(implementation, dtype):
+    x, delta, small = (jnp.full((1, 2), number, dtype) for number in (-1, 1, 2.0**-12))
+    rows, weights, place = jnp.concatenate([delta, small]), jnp.ones((1, 2)), jnp.asarray([[0, 1]], jnp.int32)
+    options = {"eps": 1e-5, "implementation": implementation}
+    for added, bias in ((delta, small[0]), (pk.ExpertSum(rows, weights, place), None)):
+        total, _ = pk.add_rms_norm(x, added, jnp.ones(2, dtype), bias=bias, **options)
+        np.testing.assert_array_equal(total.astype(jnp.float32), [[2.0**-12, 2.0**-12]])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", list(BARS))
 @pytest.mark.parametrize("norms", [False, True])
 def test_qkv_rope_adds_a_bias_first(implementation, dtype, norms):
