@@ -525,6 +525,7 @@ def test_pages_of_a_prefill_that_went_wrong_are_never_published(kind: str, fault
         with pytest.raises(RuntimeError if fault == "raised" else IntegrityError, match=r"injected|3 K/V writes"):
             e.step()
     assert copies
+    assert [row.pending_copies for row in e.scheduler.waiting] == [0]  # those copies no longer concern it
     check(e)
     assert e.store.stats().entries == 0
     done = run_all(e)[request]
