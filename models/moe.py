@@ -34,9 +34,9 @@ def router_logits(x: jax.Array, weight: jax.Array) -> jax.Array:
     """
     tokens, columns = x.shape
     part = next((n for n in range(MOST_OF_A_SUM, 0, -32) if columns % n == 0), columns)
-    if row_invariance() is not None or tokens == 1 or tokens > MOST_IN_PARTS or part == columns:
+    if row_invariance() is not None or tokens <= 1 or tokens > MOST_IN_PARTS or part >= columns:
         return linear(x, weight, out_dtype=jnp.float32)
-    x, weight = x.reshape(tokens, -1, part), weight.reshape(weight.shape[0], -1, part)
+    x, weight = (array.reshape(array.shape[0], columns // part, part) for array in (x, weight))
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     how = (((2,), (2,)), ((1,), (1,)))
     return jax.lax.dot_general(x, weight, how, precision=precision, preferred_element_type=jnp.float32)

@@ -86,11 +86,11 @@ class EngineLoop(EngineRows):
             check_refused(refused)
             leaders = [(i, row) for i, (chunk, row) in enumerate(zip(chunks, rows, strict=True)) if chunk.is_last]
             further = start_followers(self.runner, leaders, outputs, self.config.page_size)
-        except Exception:
+            scores = self.runner.unembed(outputs.hidden) if any(row.scoring for row in rows) else None
+        except BaseException:  # an interrupt, too: rows that are further than what was seen of them would never go on
             self._prefill_failed(rows)
             raise
         self.counters.prefill.batches += 1
-        scores = self.runner.unembed(outputs.hidden) if any(row.scoring for row in rows) else None
         for chunk, row in zip(chunks, rows, strict=True):
             row.computed_tokens += len(chunk.tokens)
             self.counters.prefill.computed_tokens += len(chunk.tokens)

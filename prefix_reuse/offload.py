@@ -102,11 +102,11 @@ class Offloader:
             self.closing.remove(row)
             self.scheduler.release(row)
 
-    def _copy_failed(self, host_pages: np.ndarray, error: Exception) -> None:
+    def _copy_failed(self, host_pages: np.ndarray, error: BaseException) -> None:
         self.failed.append(host_pages)
         self._count_failure(host_pages, error)
 
-    def _count_failure(self, host_pages: np.ndarray, error: Exception) -> None:
+    def _count_failure(self, host_pages: np.ndarray, error: BaseException) -> None:
         self.counters.faults.failed_offloads += len(host_pages)
         self.counters.faults.last_error = f"{type(error).__name__}: {error}"
 
@@ -195,6 +195,9 @@ class Offloader:
             else:
                 self._copy_failed(host_pages, error)
             return
+        except BaseException as error:  # an interrupt: nobody will say that these pages have landed
+            self._copy_failed(host_pages, error)
+            raise
         filled = np.repeat([row.committed_kv_tokens for row, _ in due], lengths)
         slots = np.minimum(filled - size * columns, size)  # a held row's tail is partial
         self.counters.prefill.pages_offloaded += len(host_pages)

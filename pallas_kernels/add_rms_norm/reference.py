@@ -6,7 +6,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from pallas_kernels.add_rms_norm.api import ExpertSum
 
@@ -35,13 +34,10 @@ def expert_sum(delta: ExpertSum) -> jax.Array:
     return functools.reduce(jnp.add, parts)
 
 
-def rms_norm(
-    x: jax.Array, weight: jax.Array, eps: float, *, round_last: bool = False, dtype: DTypeLike | None = None
-) -> jax.Array:
-    """The norm alone, over the last axis of x [..., E]; in `dtype`, or that of x."""
-    dtype = x.dtype if dtype is None else dtype
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, round_last: bool = False) -> jax.Array:
+    """The norm alone, over the last axis of x [..., E]."""
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     if round_last:
-        return (normed * weight.astype(jnp.float32)).astype(dtype)
-    return normed.astype(dtype) * weight
+        return (normed * weight.astype(jnp.float32)).astype(x.dtype)
+    return normed.astype(x.dtype) * weight

@@ -30,7 +30,8 @@ def qkv_rope(
         qkv: `[T, (H + 2K) * D]`, f32, bf16 or f16: query heads, key heads, value heads.
         cos, sin: f32 `[T, 1, D / 2]`, of absolute positions.
         num_heads, num_kv_heads: H, K.
-        bias: `[(H + 2K) * D]` in qkv's dtype, of the projection, added in float32; or None.
+        bias: `[(H + 2K) * D]` in qkv's dtype, of the projection, added in that dtype (in a
+            program a compiler may keep the sum wider until it is rotated); or None.
         q_norm, k_norm: `[D]`, weights of the root-mean-square norm of each head (Qwen3); both or none.
         eps: of that norm.
         implementation: "reference", "triton", or None for the best on this device.
@@ -57,6 +58,9 @@ def qkv_rope(
     for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
         if weight is not None and weight.shape != (2 * half,):
             raise ValueError(f"{name} must be ({2 * half},), got {weight.shape}")
+    if qkv.shape[0] == 0:
+        q, k = (jnp.zeros((0, n, 2 * half), qkv.dtype) for n in (num_heads, num_kv_heads))
+        return q, k, k
     return dispatch.call(
         "qkv_rope",
         implementation,

@@ -21,15 +21,13 @@ def qkv_rope(
     eps: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `api.qkv_rope`."""
-    head_dim, dtype = 2 * cos.shape[-1], qkv.dtype
-    qkv = qkv.astype(jnp.float32)
-    if bias is not None:
-        qkv = qkv + bias.astype(jnp.float32)
+    head_dim = 2 * cos.shape[-1]
+    qkv = qkv if bias is None else qkv + bias
     parts = jnp.split(qkv, [num_heads * head_dim, (num_heads + num_kv_heads) * head_dim], axis=-1)
     q, k, v = (part.reshape(qkv.shape[0], -1, head_dim) for part in parts)
     if q_norm is not None and k_norm is not None:
-        q, k = rms_norm(q, q_norm, eps, dtype=dtype), rms_norm(k, k_norm, eps, dtype=dtype)
-    return rotate(q, cos, sin).astype(dtype), rotate(k, cos, sin).astype(dtype), v.astype(dtype)
+        q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

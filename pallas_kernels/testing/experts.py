@@ -100,7 +100,7 @@ class GroupedMatmulTests:
         self.check(y, x, true, sizes, dtype, bias)
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-    @pytest.mark.parametrize(("columns", "out"), [(96, 40), (320, 13)])
+    @pytest.mark.parametrize(("columns", "out"), [(96, 40), (320, 13), (1056, 5)])
     @pytest.mark.parametrize("sizes", [[0, 1, 0, 0], [1, 2, 0, 3], [0, 0, 0, 0]])
     def test_a_few_rows_of_mxfp4_weights(self, sizes: list[int], columns: int, out: int, dtype: str) -> None:
         """Decoding of a row or two: rows in order or picked, padding rows, NaN (a scale too large) where no row may look."""

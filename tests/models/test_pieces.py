@@ -90,7 +90,7 @@ def test_mixture_equals_a_loop_over_tokens_and_their_experts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "columns", "parts"), [(1, 384, 1), (2, 384, 2), (5, 2880, 15), (3, 72, 1), (1025, 384, 1)]
+    ("tokens", "columns", "parts"), [(0, 384, 1), (1, 384, 1), (2, 384, 2), (5, 2880, 15), (3, 72, 1), (1025, 384, 1)]
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_of_the_router_come_in_parts_where_tokens_are_few(

@@ -147,3 +147,13 @@ def test_what_does_not_fit_is_refused():
             call()
     with pytest.raises(NotImplementedError, match="float16"):
         pk.grouped_matmul(x.astype(jnp.float16), packed, sizes, implementation="triton")
+
+
+@pytest.mark.parametrize(("rows", "fixed_tile", "vector"), [(8, False, True), (9, False, False), (1, True, False)])
+def test_few_rows_leave_the_tensor_cores_unless_the_tile_is_fixed(rows, fixed_tile, vector, monkeypatch):
+    calls, real = [], triton_vector.multiply
+    monkeypatch.setattr(triton_vector, "multiply", lambda *args: calls.append(args) or real(*args))
+    weight = pk.Mxfp4.pack(*random_mxfp4(np.random.default_rng(6), (2, 5, 64))[:2])
+    sizes, options = jnp.asarray([rows, 0], jnp.int32), {"fixed_tile": fixed_tile, "implementation": "triton"}
+    pk.grouped_matmul(jnp.ones((rows, 64)), weight, sizes, **options)
+    assert bool(calls) == vector

@@ -63,6 +63,17 @@ def test_add_rms_norm_adds_a_bias(implementation, dtype):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_add_rms_norm_rounds_what_it_adds_up_once(implementation, dtype):
+    x, delta, small = (jnp.full((1, 2), number, dtype) for number in (-1, 1, 2.0**-12))
+    rows, weights, place = jnp.concatenate([delta, small]), jnp.ones((1, 2)), jnp.asarray([[0, 1]], jnp.int32)
+    options = {"eps": 1e-5, "implementation": implementation}
+    for added, bias in ((delta, small[0]), (pk.ExpertSum(rows, weights, place), None)):
+        total, _ = pk.add_rms_norm(x, added, jnp.ones(2, dtype), bias=bias, **options)
+        np.testing.assert_array_equal(total.astype(jnp.float32), [[2.0**-12, 2.0**-12]])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", list(BARS))
 @pytest.mark.parametrize("norms", [False, True])
 def test_qkv_rope_adds_a_bias_first(implementation, dtype, norms):
@@ -79,6 +90,28 @@ def test_qkv_rope_adds_a_bias_first(implementation, dtype, norms):
     for one, other in zip(got, pk.qkv_rope(added, *tables, **wide), strict=True):
         assert one.dtype == dtype
         np.testing.assert_allclose(one.astype(jnp.float32), other, rtol=4 * BARS[dtype], atol=4 * BARS[dtype])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_qkv_rope_rounds_a_head_with_its_bias_once(implementation, dtype):
+    qkv, bias = jnp.ones((1, 6), dtype), jnp.asarray([2.0**-12, 0] * 3, dtype)  # their sum is no number of this dtype
+    cos, sin = jnp.full((1, 1, 1), 0.5), jnp.full((1, 1, 1), 0.5)
+    q, k, v = pk.qkv_rope(qkv, cos, sin, num_heads=1, num_kv_heads=1, bias=bias, implementation=implementation)
+    for part in (q, k):
+        np.testing.assert_array_equal(part.astype(jnp.float32).ravel(), [2.0**-13, 1])
+    np.testing.assert_array_equal(v.astype(jnp.float32).ravel(), [1, 1])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_no_tokens_give_empty_arrays(implementation, with_bias):
+    x, table, bias = jnp.ones((0, 8)), jnp.ones((0, 1, 1)), jnp.ones(8) if with_bias else None
+    heads = pk.qkv_rope(x, table, table, num_heads=2, num_kv_heads=1, bias=bias, implementation=implementation)
+    assert [part.shape for part in heads] == [(0, 2, 2), (0, 1, 2), (0, 1, 2)]
+    delta = x if with_bias else pk.ExpertSum(x, jnp.ones((0, 2)), jnp.zeros((0, 2), jnp.int32))
+    for part in pk.add_rms_norm(x, delta, jnp.ones(8), 1e-5, bias=bias, implementation=implementation):
+        assert part.shape == (0, 8)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

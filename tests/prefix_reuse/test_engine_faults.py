@@ -526,6 +526,7 @@ def test_pages_of_a_prefill_that_went_wrong_are_never_published(kind: str, fault
         with pytest.raises(RuntimeError if fault == "raised" else IntegrityError, match=r"injected|3 K/V writes"):
             e.step()
     assert copies
+    assert [row.pending_copies for row in e.scheduler.waiting] == [0]  # those copies no longer concern it
     check(e)
     assert e.store.stats().entries == 0
     done = run_all(e)[request]
@@ -573,3 +574,30 @@ def test_a_tokenizer_that_fails_at_the_end_loses_no_tokens_and_leaves_no_request
     drained(e)
     broken = False
     assert e.generate(prompts[0], LONG)[0].text == real.decode(want[0])
+
+
+@pytest.mark.parametrize("place", ["fetch", "copy", "logits"])
+@pytest.mark.parametrize("kind", ["llama", "hybrid"])
+def test_a_prefill_that_is_cut_after_it_was_started_starts_over(kind: str, place: str, monkeypatch: pytest.MonkeyPatch):
+    """Ctrl-C while the host waits for it, or logits that find no memory: no row is left behind as if it were computed."""
+    e = engine(kind, max_prefill_tokens=64)
+    tokens, scored = [prompt(n, seed=n) for n in (13, 21)], prompt(9, seed=3)
+    want = [o.token_ids for o in engine(kind, on=False).generate(tokens, GREEDY)]
+    e.generate(prompt(4, seed=8), GREEDY)
+    entries = e.store.stats().entries
+    requests = [e.submit(some, GREEDY) for some in tokens]
+
+    def cut(*_: Any) -> Any:
+        raise RuntimeError("injected") if place == "logits" else KeyboardInterrupt
+
+    target = {"fetch": (jax, "device_get"), "copy": (e.runner, "offload"), "logits": (e.runner, "unembed")}[place]
+    with monkeypatch.context() as patch:
+        patch.setattr(*target, cut)
+        with pytest.raises(RuntimeError if place == "logits" else KeyboardInterrupt):
+            e.score(scored)  # a turn of all three
+    check(e)
+    assert e.store.stats().entries == entries
+    done = run_all(e)
+    assert [done[request].token_ids for request in requests] == want
+    np.testing.assert_allclose(e.score(scored), cold(scored, kind), rtol=1e-4, atol=1e-4)
+    drained(e)

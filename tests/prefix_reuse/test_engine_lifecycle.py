@@ -942,3 +942,32 @@ def test_steps_update_donated_pools_in_place():
     for name in ("prefill", "decode"):
         assert seen[name].alias_size_in_bytes >= 2 * pool_bytes, name
         assert seen[name].temp_size_in_bytes < pool_bytes / 2, (name, seen[name].temp_size_in_bytes / pool_bytes)
+
+
+def test_a_prefill_brings_the_tables_of_all_rows_along(monkeypatch: pytest.MonkeyPatch):
+    """The decoding behind it sends none; rows that are gone have no context any more."""
+    e = engine(decode_page_sharing=False)
+    calls: list[Any] = []
+    e.submit(prompt(9, seed=1), SamplingParams(max_tokens=20, ignore_eos=True))
+    gone = e.submit(prompt(11, seed=2), SamplingParams(max_tokens=20, ignore_eos=True))
+    e.step()
+    e.cancel(gone)
+    e.submit(prompt(3, seed=3), SamplingParams(max_tokens=20, ignore_eos=True))
+    e.submit(prompt(2, seed=4), SamplingParams(max_tokens=20, ignore_eos=True))
+    real = e.programs._tables
+    monkeypatch.setattr(e.programs, "_tables", lambda *args: calls.append(args) or real(*args))
+    e.step()
+    assert not calls
+    want = np.zeros(e.config.max_rows, np.int32)
+    for row in e.scheduler.running:
+        want[row.row_index] = row.committed_kv_tokens
+    assert np.array_equal(np.asarray(e.runner.pools[0].context_lens), want)
+    e.cancel(e.scheduler.running[0].request_id)
+    e.step()
+    assert len(calls) == 1
+    want[:] = 0
+    for row in e.scheduler.running:
+        want[row.row_index] = row.committed_kv_tokens
+    assert np.array_equal(np.asarray(e.runner.pools[0].context_lens), want)
+    run_all(e)
+    drained(e)
