@@ -590,9 +590,13 @@ def test_a_prefill_that_is_cut_after_it_was_started_starts_over(kind: str, place
     def cut(*_: Any) -> Any:
         raise RuntimeError("injected") if place == "logits" else KeyboardInterrupt
 
-    target = {"fetch": (jax, "device_get"), "copy": (e.runner, "offload"), "logits": (e.runner, "unembed")}[place]
+    targets: dict[str, tuple[Any, str]] = {
+        "fetch": (jax, "device_get"),
+        "copy": (e.runner, "offload"),
+        "logits": (e.runner, "unembed"),
+    }
     with monkeypatch.context() as patch:
-        patch.setattr(*target, cut)
+        patch.setattr(*targets[place], cut)
         with pytest.raises(RuntimeError if place == "logits" else KeyboardInterrupt):
             e.score(scored)  # a turn of all three
     check(e)
