@@ -59,6 +59,8 @@ def add_rms_norm(
         raise ValueError(f"x must be [T, E] in f32, bf16 or f16, got {x.dtype} {x.shape}")
     if isinstance(delta, ExpertSum):
         _check_sum(x, delta)
+    elif delta is not None and not hasattr(delta, "dtype"):
+        raise ValueError(f"delta must be an array, an ExpertSum or None, got {type(delta).__name__}")
     elif delta is not None and (delta.shape != x.shape or delta.dtype != x.dtype):
         raise ValueError(f"delta must be {x.dtype} {x.shape} like x, got {delta.dtype} {delta.shape}")
     if weight.shape != x.shape[1:]:
@@ -66,7 +68,7 @@ def add_rms_norm(
     alone = delta is None or isinstance(delta, ExpertSum)
     if bias is not None and (alone or bias.shape != x.shape[1:] or bias.dtype != x.dtype):
         raise ValueError(f"bias must be {x.dtype} {x.shape[1:]} beside an array delta, got {bias.dtype} {bias.shape}")
-    if x.shape[0] == 0:
+    if 0 in x.shape:
         return x, x
     options = {"bias": bias, "eps": eps, "round_last": round_last}
     return dispatch.call("add_rms_norm", implementation, x, delta, weight, **options)
@@ -76,6 +78,8 @@ def _check_sum(x: jax.Array, delta: ExpertSum) -> None:
     rows, weights, place = delta
     if rows.ndim != 2 or rows.shape[1] != x.shape[1] or rows.dtype != x.dtype:
         raise ValueError(f"rows must be {x.dtype} [N, {x.shape[1]}], got {rows.dtype} {rows.shape}")
+    if x.shape[0] and not rows.shape[0]:
+        raise ValueError(f"{x.shape[0]} tokens have no rows to add up")
     if weights.ndim != 2 or weights.shape[0] != x.shape[0] or 0 in weights.shape[1:] or weights.dtype != jnp.float32:
         raise ValueError(f"weights must be float32 [{x.shape[0]}, k], got {weights.dtype} {weights.shape}")
     checks.check_int32("place", place, weights.shape)

@@ -27,6 +27,7 @@ def grouped_matmul(
     fixed_tile: bool,
 ) -> jax.Array:
     """See `api.grouped_matmul`."""
+    x, bias = jnp.asarray(x), None if bias is None else jnp.asarray(bias)
     x = x if rows is None else x[rows]
     num_rows, (groups, out, _) = x.shape[0], weight.shape
     block = FIXED_ROWS if fixed_tile else min(max(power_of_two(num_rows // groups), LEAST_ROWS), MOST_ROWS)

@@ -157,3 +157,14 @@ def test_few_rows_leave_the_tensor_cores_unless_the_tile_is_fixed(rows, fixed_ti
     sizes, options = jnp.asarray([rows, 0], jnp.int32), {"fixed_tile": fixed_tile, "implementation": "triton"}
     pk.grouped_matmul(jnp.ones((rows, 64)), weight, sizes, **options)
     assert bool(calls) == vector
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+def test_arrays_of_numpy_are_taken(implementation):
+    rng = np.random.default_rng(0)
+    shapes = ((3, 16), (2, 8, 16), (2, 8))
+    x, weight, bias = arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    given: list[Any] = [*arrays, np.array([1, 2], np.int32)]
+    y = pk.grouped_matmul(given[0], given[1], given[3], bias=given[2], implementation=implementation)
+    want = [x[row] @ weight[group].T + bias[group] for row, group in enumerate((0, 1, 1))]
+    np.testing.assert_allclose(y, np.stack(want), rtol=1e-5, atol=1e-5)

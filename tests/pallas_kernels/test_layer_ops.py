@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -158,6 +160,7 @@ def test_both_ops_refuse_what_does_not_fit():
     with pytest.raises(NotImplementedError, match="at most 16384 numbers"):
         pk.add_rms_norm(jnp.ones((1, 16400)), None, jnp.ones(16400), 1e-5, implementation="triton")
     rows, weights, place = jnp.ones((7, 8)), jnp.ones((3, 2)), jnp.zeros((3, 2), jnp.int32)
+    bad: Any
     for bad, message in (
         (pk.ExpertSum(rows[:, :4], weights, place), r"rows must be float32 \[N, 8\]"),
         (pk.ExpertSum(rows.astype(jnp.bfloat16), weights, place), "rows must be float32"),
@@ -165,6 +168,8 @@ def test_both_ops_refuse_what_does_not_fit():
         (pk.ExpertSum(rows, weights[:, :0], place[:, :0]), r"weights must be float32 \[3, k\]"),
         (pk.ExpertSum(rows, weights, place[:, :1]), "place must be int32"),
         (pk.ExpertSum(rows, weights, weights), "place must be int32"),
+        (pk.ExpertSum(rows[:0], weights, place), "no rows to add up"),
+        ((rows, weights, place), "an ExpertSum or None, got tuple"),
     ):
         with pytest.raises(ValueError, match=message):
             pk.add_rms_norm(x, bad, weight, 1e-5)
@@ -180,3 +185,11 @@ def test_both_ops_refuse_what_does_not_fit():
         pk.qkv_rope(x, table, table, num_heads=2, num_kv_heads=1, bias=weight[:4])
     with pytest.raises(ValueError, match="go together"):
         pk.qkv_rope(x, table, table, num_heads=2, num_kv_heads=1, q_norm=jnp.ones(2))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_norm_of_nothing_is_nothing(implementation):
+    for tokens, width in ((0, 8), (3, 0)):
+        x = jnp.ones((tokens, width))
+        total, got = pk.add_rms_norm(x, x, jnp.ones(width), 1e-5, implementation=implementation)
+        assert total.shape == got.shape == (tokens, width)
