@@ -161,6 +161,11 @@ class Bench:
             close(self._latency)
             self._latency = None
 
+    @property
+    def turns_a_page(self) -> int:
+        """Turns of decoding until a page is full."""
+        return -(-self.lengths.page // self.decode_steps)
+
     # ---- sections
 
     def ttft(self) -> Iterator[dict[str, Any]]:
@@ -236,8 +241,8 @@ class Bench:
         """Steps of B rows, each with a context of its own or with most of it shared."""
         self.release()
         at = self.lengths
-        fills = -(-at.page // self.decode_steps)  # turns until a page is full
-        steps = self.decode_steps * (5 + fills + max(8, self.repeats))  # timed, and those that start, end and profile
+        turns = 5 + self.turns_a_page + max(8, self.repeats)  # timed, and those that start, end and profile
+        steps = self.decode_steps * turns
         tail = pages_for(steps + 1, at.page) + 1
         own_pages = at.context // at.page + tail
         room = self._free_bytes()
@@ -284,7 +289,7 @@ class Bench:
         rows, earlier = len(prompts), engine.stats().decode.tokens
         requests = [engine.submit(prompt, params) for prompt in prompts]
         engine.step()  # admits, replays last tokens, compiles
-        for _ in range(-(-self.lengths.page // self.decode_steps)):  # until pages are full: their copy compiles, too
+        for _ in range(self.turns_a_page):  # until pages are full: their copy compiles, too
             engine.step()
         before = engine.stats()
         if (before.decode.tokens - earlier) % rows or len(engine.scheduler.running) != rows:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -25,10 +27,14 @@ def linear(
     """
     if row_invariance() is not None:
         return row_invariant_matmul(x, weight, bias, out_dtype=out_dtype)
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    contract = (((x.ndim - 1,), (1,)), ((), ()))
-    y = jax.lax.dot_general(x, weight, contract, precision=precision, preferred_element_type=out_dtype)
+    y = contract(x, weight, (((x.ndim - 1,), (1,)), ((), ())), out_dtype)
     return y if bias is None else y + bias
+
+
+def contract(x: jax.Array, weight: jax.Array, axes: Any, out_dtype: DTypeLike | None) -> jax.Array:
+    """`jax.lax.dot_general` over these axes, in which float32 means float32."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jax.lax.dot_general(x, weight, axes, precision=precision, preferred_element_type=out_dtype)
 
 
 def swiglu(gate_up: jax.Array) -> jax.Array:

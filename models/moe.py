@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.layers import linear
+from models.layers import contract, linear
 from models.params import Source
 from pallas_kernels import ExpertSum, Mxfp4, Routing, grouped_matmul, route_experts, row_invariance
 
@@ -37,9 +37,7 @@ def router_logits(x: jax.Array, weight: jax.Array) -> jax.Array:
     if row_invariance() is not None or tokens <= 1 or tokens > MOST_IN_PARTS or part >= columns:
         return linear(x, weight, out_dtype=jnp.float32)
     x, weight = (array.reshape(array.shape[0], columns // part, part) for array in (x, weight))
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    how = (((2,), (2,)), ((1,), (1,)))
-    return jax.lax.dot_general(x, weight, how, precision=precision, preferred_element_type=jnp.float32)
+    return contract(x, weight, (((2,), (2,)), ((1,), (1,))), jnp.float32)
 
 
 def route(

@@ -73,13 +73,13 @@ class EngineLoop(EngineRows):
             return False
         try:
             for chunk, row in zip(chunks, rows, strict=True):
-                self.scheduler.slide(row, chunk.start, chunk.start + len(chunk.tokens))
-            self._count_contexts()
+                self.scheduler.slide(row, chunk.start, chunk.end)
+            self._prepare_step()
             outputs = self.runner.prefill(chunks, rows)
             for array in (outputs.next_tokens, outputs.refused):
                 array.copy_to_host_async()  # not behind the pages
             for chunk, row in zip(chunks, rows, strict=True):
-                row.prefilled_tokens = chunk.start + len(chunk.tokens)
+                row.prefilled_tokens = chunk.end
                 self.scheduler.commit(row, row.prefilled_tokens)
             self.offloader.flush_full_pages(rows)  # while the device computes: what fails now is never published
             next_tokens, refused = jax.device_get((outputs.next_tokens, outputs.refused))
@@ -178,7 +178,7 @@ class EngineLoop(EngineRows):
         try:
             for row in rows:
                 self.scheduler.slide_to_decode(row)
-            self._count_contexts()
+            self._prepare_step()
             self.runner.sync_tables()
             tokens, saved = self.runner.decode(rows, self.config.decode_steps)
         except Exception:
@@ -192,8 +192,8 @@ class EngineLoop(EngineRows):
         self.counters.decode.tokens += sum(len(some) for _, some in new)
         self._append(new)
 
-    def _count_contexts(self) -> None:
-        """Before a step: how far each row is, for the device's tables."""
+    def _prepare_step(self) -> None:
+        """Before a step: pages that were lost are poisoned in poison mode, and the runner knows how far each row is."""
         if self.config.poison:
             self.runner.poison_lost_pages()  # before a step writes to pages that were reclaimed for it
         self.runner.context_lens[:] = 0

@@ -135,6 +135,11 @@ class Chunk:
     """False only for the replayed token of a full hit."""
     is_last: bool
 
+    @property
+    def end(self) -> int:
+        """Position behind the last token."""
+        return self.start + len(self.tokens)
+
 
 @dataclass(frozen=True)
 class PrefillBatch:

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.grouped_matmul import triton_vector
 from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, CODES, WORDS, Mxfp4
 from pallas_kernels.grouped_matmul.plan import TilePlan, count_tiles, plan_tiles, rows_of_tile
-from pallas_kernels.grouped_matmul.unpack import factor_of, unpack
+from pallas_kernels.grouped_matmul.unpack import columns_of, factors_of, unpack
 from pallas_kernels.pallas_gpu import dot, interpret_here, power_of_two, triton_call, tuned
 
 DEFAULTS = {
@@ -69,7 +69,7 @@ def grouped_matmul(
     if tiles is None or tiles.block != chosen["block_m"]:
         tiles = plan_tiles(group_sizes, num_rows, chosen["block_m"])
     few = tuned("grouped_matmul.triton", "mxfp4 vector", VECTOR) if config is None else config
-    if isinstance(weight, Mxfp4) and not fixed_tile and num_rows <= few.get("most_rows", 0):
+    if packed and not fixed_tile and num_rows <= few.get("most_rows", 0):
         return triton_vector.multiply(x, weight, tiles, rows, bias, few)
     return _matmul(x, weight, tiles, rows, bias, interpret=interpret_here(), config=tuple(sorted(chosen.items())))
 
@@ -160,10 +160,8 @@ def _kernel(
             word = step * (block_k // CODES) + jnp.arange(block_k // CODES, dtype=jnp.int32)
             words = read(weight_refs[0].at[group, w_row, word[None, :]], block_n, word, CODES)
             after = scales_of(jnp.minimum(step + 1, steps - 1)) if early else ()
-            factor = factor_of(scales if early else scales_of(step))
-            factor = jnp.broadcast_to(factor[:, :, None], (*factor.shape, WORDS)).reshape(words.shape)
-            # lax.div and lax.rem, not // and %: what those add for negative numbers hides that columns are neighbours.
-            column = jax.lax.div(word, WORDS) * BLOCK + jax.lax.rem(word, WORDS)
+            factor = factors_of(scales if early else scales_of(step), words.shape)
+            column = columns_of(word)
             for place in range(CODES):
                 x = read(x_ref.at[x_row, (column + WORDS * place)[None, :]], block_m, column)
                 w = unpack(words, factor, place, interpret).astype(x.dtype)

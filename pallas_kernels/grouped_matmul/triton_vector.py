@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, CODES, WORDS, Mxfp4
+from pallas_kernels.grouped_matmul.mxfp4 import CODES, WORDS, Mxfp4
 from pallas_kernels.grouped_matmul.plan import TilePlan, count_tiles
-from pallas_kernels.grouped_matmul.unpack import add_products, factor_of
+from pallas_kernels.grouped_matmul.unpack import add_products, columns_of, factors_of
 from pallas_kernels.pallas_gpu import interpret_here, triton_call
 
 
@@ -94,10 +94,7 @@ def _kernel(
                 block = first // WORDS + jnp.arange(block_w // WORDS, dtype=jnp.int32)
                 last = scales_ref.shape[2] - 1
                 scales = pltriton.load(scales_ref.at[group, w_row, jnp.minimum(block, last)[None, :]])
-                factor = factor_of(scales)
-                factor = jnp.broadcast_to(factor[:, :, None], (*factor.shape, WORDS)).reshape(some.shape)
-                # lax.div and lax.rem, not // and %: what those add for negative numbers hides that columns are neighbours.
-                column = jax.lax.div(word, WORDS) * BLOCK + jax.lax.rem(word, WORDS)
+                factor, column = factors_of(scales, some.shape), columns_of(word)
                 x = [
                     _load(x_ref.at[x_row, (column + WORDS * place)[None, :]], inside, (1, block_w)).astype(jnp.float32)
                     for place in range(CODES)

@@ -8,12 +8,19 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.grouped_matmul.mxfp4 import CODES, value_of
+from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, CODES, WORDS, value_of
 
 
-def factor_of(scales):
-    """bfloat16 `2 ** (scale - 1)`: weights over what `unpack` makes of their codes."""
-    return jax.lax.bitcast_convert_type((scales.astype(jnp.uint16) + 126) << 7, jnp.bfloat16)
+def factors_of(scales, shape):
+    """bfloat16 `2 ** (scale - 1)` of each word [*shape], of its block's scale: weights over what `unpack` makes of codes."""
+    factor = jax.lax.bitcast_convert_type((scales.astype(jnp.uint16) + 126) << 7, jnp.bfloat16)
+    return jnp.broadcast_to(factor[:, :, None], (*factor.shape, WORDS)).reshape(shape)
+
+
+def columns_of(word):
+    """Column of each word's first code; that of place p is `WORDS * p` further."""
+    # lax.div and lax.rem, not // and %: what those add for negative numbers hides that columns are neighbours.
+    return jax.lax.div(word, WORDS) * BLOCK + jax.lax.rem(word, WORDS)
 
 
 # The compiler does what two of them share once.

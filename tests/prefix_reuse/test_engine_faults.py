@@ -39,7 +39,7 @@ def test_a_fault_during_admission_gives_everything_back(place: str, monkeypatch:
     targets: dict[str, tuple[Any, str]] = {
         "load": (e.runner, "load"),
         "carry_out": (e.runner.accounts[1], "carry_out"),
-        "tables": (e, "_count_contexts"),
+        "tables": (e, "_prepare_step"),
         "read": (e.scheduler, "_read_loads"),
         "allocate": (e.scheduler, "_take_host_pages"),
     }
