@@ -39,12 +39,10 @@ from pallas_kernels.ragged_paged_attention import mosaic_gpu
 from pallas_kernels.row_invariant_matmul import proof, triton, xla
 from pallas_kernels.row_invariant_matmul.mode import MatmulShape
 from prefix_reuse import EngineConfig, device_pages
-from prefix_reuse.config import SamplingParams
 from prefix_reuse.packing import pack
 from prefix_reuse.plan import Chunk, pack_chunks
 from prefix_reuse.programs import Programs
 from prefix_reuse.runner import prefill_inputs
-from prefix_reuse.sampling import sampling_state
 
 COLD_BYTES = 300 << 20
 CONTEXT, SUFFIX, PROMPT = 8192, 128, 2048
@@ -420,12 +418,7 @@ class Mode:
         for name, tokens, start in (("suffix", SUFFIX, CONTEXT), ("prompt", PROMPT, 0)):
             chunk = Chunk(0, np.arange(tokens, dtype=np.int32), start, True, True)
             batch = pack_chunks([chunk], num_tokens=tokens, num_rows=self.max_rows, table_rows=self.max_rows)
-            sampling = {
-                "sampling": sampling_state([SamplingParams()] * self.max_rows, [], self.max_rows),
-                "counts": jnp.zeros((self.max_rows, self.model.vocab_size), jnp.int32),
-                "index": np.zeros(self.max_rows, np.int32),
-            }
-            self.inputs[name] = jax.device_put(prefill_inputs(batch, sampling))
+            self.inputs[name] = jax.device_put(prefill_inputs(batch))
             self.lowered[name] = self.programs.prefill.lower(self.model.params, pools, self.inputs[name])
 
     def run(self, name: str, batch: str, pools: Any) -> tuple[Any, Any]:

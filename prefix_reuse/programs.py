@@ -60,7 +60,7 @@ class Programs:
         here = jax.sharding.SingleDeviceSharding(device)
         self._tables = PackedCall(count("rebuild_tables", _tables), static_argnums=0, out_shardings=here)
         self.unembed = jax.jit(count("unembed", model.unembed), compiler_options=options or None)
-        self.resample = PackedCall(count("sample_again", _sample_rows))
+        self.sample = PackedCall(count("sample_rows", _sample_rows), compiler_options=options or None)
         self.copy_pages = jax.jit(count("copy_tails", copy_within), donate_argnums=0)
         self.poison = jax.jit(count("poison_pages", _poison), donate_argnums=0)
         self.transfer = PageTransfer(device, self.counter)
@@ -122,7 +122,7 @@ def _sample_rows(logits: jax.Array, batch: tuple[jax.Array, jax.Array, SamplingS
     """int32 [B]: a token for each of some rows of logits [N, V], by its own parameters and random stream.
 
     Args:
-      batch: the rows (int32 [B]), and counts, sampling and index as in `PrefillInputs`.
+      batch: the rows (int32 [B]), and counts, sampling and index as in `DecodeInputs`.
     """
     rows, counts, sampling, index = batch
     return sample(logits[rows], counts, sampling, index)

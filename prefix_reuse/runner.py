@@ -118,15 +118,15 @@ class DeviceRunner:
         """Runs one packed prefill batch over the tables of now; chunk i belongs to sequence `rows[i]`. Writes K/V in place."""
         batch = self._pack(chunks)
         self.last_prefill = batch
-        return self._run_packed(batch, self._sampling(rows, self.config.max_rows))
+        return self._drawn(self._run_packed(batch), rows)
 
     def _pack(self, chunks: Sequence[Chunk]) -> PrefillBatch:
         buckets, num_rows = self.prefill_buckets, self.config.max_rows
         num_tokens = bucket(sum(len(c.tokens) for c in chunks), buckets[0], buckets[-1])
         return pack_chunks(chunks, num_tokens=num_tokens, num_rows=num_rows, table_rows=num_rows)
 
-    def _run_packed(self, batch: PrefillBatch, sampling: dict[str, Any]) -> PrefillOutputs:
-        inputs = prefill_inputs(batch, sampling, self._tables())
+    def _run_packed(self, batch: PrefillBatch) -> PrefillOutputs:
+        inputs = prefill_inputs(batch, self._tables())
         outputs, self.pools = self.programs.prefill(self.params, self.pools, inputs)
         self._synced()
         return outputs
@@ -176,8 +176,8 @@ class DeviceRunner:
             chunks = [
                 Chunk(rows[i].row_index, last[i : i + 1], rows[i].committed_kv_tokens + step, True, True) for i in live
             ]
-            sampling = self._sampling([rows[i] for i in live], self.config.max_rows, [out[:step, i] for i in live])
-            outputs = self._run_packed(self._pack(chunks), sampling)
+            outputs = self._run_packed(self._pack(chunks))
+            outputs = self._drawn(outputs, [rows[i] for i in live], [out[:step, i] for i in live])
             tokens, refused = jax.device_get((outputs.next_tokens, outputs.refused))
             check_refused(refused)
             out[step, live] = last[live] = tokens[: len(live)]
@@ -185,10 +185,25 @@ class DeviceRunner:
             live = [i for i in live if step < rows[i].remaining and last[i] not in stop_ids_of(self.model, rows[i])]
         return out[:step]
 
+    def _drawn(self, outputs: PrefillOutputs, rows: Sequence[Row], new: Sequence[np.ndarray] = ()) -> PrefillOutputs:
+        """`outputs` with the next token that each row's parameters ask for; `new` as in `_sampling`."""
+        if is_greedy(rows):
+            return outputs
+        return outputs.replace(next_tokens=self._sample(outputs.logits, range(len(rows)), rows, new))
+
+    def _sample(
+        self, logits: jax.Array, places: Sequence[int], rows: Sequence[Row], new: Sequence[np.ndarray] = ()
+    ) -> jax.Array:
+        """int32 [max_rows]: a token for each of `rows`, after the logits at its place; `new` as in `_sampling`."""
+        index = np.zeros(self.config.max_rows, np.int32)
+        index[: len(places)] = places
+        state = self._sampling(rows, len(index), new)
+        return self.programs.sample(logits, (index, state["counts"], state["sampling"], state["index"]))
+
     def _sampling(self, rows: Sequence[Row], size: int, new: Sequence[np.ndarray] = ()) -> dict[str, Any]:
         """Sampling inputs of a batch of `size`; `new` are tokens of each row that it has not been given yet."""
         new = new or [np.zeros(0, np.int32)] * len(rows)
-        if all(r.params.temperature == 0 and not r.params.uses_penalties for r in rows):
+        if is_greedy(rows):
             state = self._greedy_state(size)
         else:
             state = sampling_state([r.params for r in rows], [r.stream for r in rows], size)
@@ -212,13 +227,7 @@ class DeviceRunner:
 
     def sample_again(self, outputs: PrefillOutputs, batch_rows: Sequence[int], rows: Sequence[Row]) -> np.ndarray:
         """int32 [N]: first tokens of N further samples; sample i continues row `batch_rows[i]` of the last prefill batch."""
-        size = self.config.max_rows
-        index = np.zeros(size, np.int32)
-        index[: len(rows)] = batch_rows
-        state = self._sampling(rows, size)
-        batch = index, state["counts"], state["sampling"], state["index"]
-        tokens = self.programs.resample(outputs.logits, batch)
-        return np.asarray(tokens)[: len(rows)]
+        return np.asarray(self._sample(outputs.logits, batch_rows, rows))[: len(rows)]
 
     def copy_tails(self, tails: Sequence[Sequence[tuple[int, int]]]) -> None:
         """Copies device pages within each pool: for each layer group (page, copy) pairs, at most one per row."""
@@ -289,11 +298,10 @@ class DeviceRunner:
             account.dirty = True
         yield "page tables"
         self.sync_tables()
-        sampling = self._sampling([], config.max_rows)
         for size in self.prefill_buckets:
             yield f"prefill {size} tokens"
             batch = pack_chunks([], num_tokens=size, num_rows=config.max_rows, table_rows=config.max_rows)
-            outputs = self._run_packed(batch, sampling)
+            outputs = self._run_packed(batch)
             self.unembed(outputs.hidden)
             self.sample_again(outputs, [], [])
         self.copy_tails([[] for _ in self.pools])
@@ -332,7 +340,7 @@ class DeviceRunner:
             _, self.pools = self.programs.decode(self.params, self.pools, inputs)
 
 
-def prefill_inputs(batch: PrefillBatch, sampling: dict[str, Any], tables: Any = None) -> PrefillInputs:
+def prefill_inputs(batch: PrefillBatch, tables: Any = None) -> PrefillInputs:
     """The arrays of a packed batch, as the prefill step takes them; `tables` as in `PrefillInputs`."""
     return PrefillInputs(
         tokens=batch.tokens,  # type: ignore[arg-type]
@@ -343,8 +351,12 @@ def prefill_inputs(batch: PrefillBatch, sampling: dict[str, Any], tables: Any = 
         q_offsets=batch.lengths.query_offsets,  # type: ignore[arg-type]
         kv_lens=batch.lengths.kv_seq_lengths,  # type: ignore[arg-type]
         tables=tables,
-        **sampling,
     )
+
+
+def is_greedy(rows: Sequence[Row]) -> bool:
+    """Whether every row takes its likeliest token, so that nothing of `SamplingState` is read."""
+    return all(row.params.temperature == 0 and not row.params.uses_penalties for row in rows)
 
 
 def check_refused(refused: Any) -> None:

@@ -106,7 +106,7 @@ def sample(
     def padded(x: jax.Array) -> jax.Array:
         return jnp.pad(x, [(0, more)] + [(0, 0)] * (x.ndim - 1))
 
-    def draw(logits: jax.Array, greedy: jax.Array) -> jax.Array:
+    def draw(logits: jax.Array, likeliest: jax.Array) -> jax.Array:
         scaled = logits / jnp.where(state.temperature > 0, state.temperature, 1.0)[:, None]
         scaled = keep_likely(*(padded(x) for x in (scaled, state.top_k, state.top_p)))[:rows]
 
@@ -115,17 +115,21 @@ def sample(
             return jax.random.categorical(key, row)
 
         drawn = jax.vmap(one)(scaled, state.seed, state.stream, index).astype(jnp.int32)
-        return jnp.where(state.temperature > 0, drawn, greedy)
+        return jnp.where(state.temperature > 0, drawn, likeliest)
 
     def choose(logits: jax.Array) -> jax.Array:
         logits = jax.lax.cond(state.any_penalty, lambda x: apply_penalties(x, counts, state), lambda x: x, logits)
-        greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return jax.lax.cond(state.any_random, draw, lambda _, greedy: greedy, logits, greedy)
+        return jax.lax.cond(state.any_random, draw, lambda _, likeliest: likeliest, logits, greedy(logits))
 
     # One question for a batch that is all greedy: on a GPU the host waits for its answer, and a branch that hands the logits
     # on copies them.
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    return jax.lax.cond(state.any_random | state.any_penalty, choose, lambda _: greedy, logits)
+    likeliest = greedy(logits)
+    return jax.lax.cond(state.any_random | state.any_penalty, choose, lambda _: likeliest, logits)
+
+
+def greedy(logits: jax.Array) -> jax.Array:
+    """int32 [B]: the likeliest token of each row of logits [B, V], the first of equals."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 def add_counts(counts: jax.Array, tokens: jax.Array, live: jax.Array, state: SamplingState) -> jax.Array:

@@ -32,7 +32,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.layout import LayerGroup
 from prefix_reuse.device_pages import UNUSED, DevicePages, rebuild
-from prefix_reuse.sampling import SamplingState, add_counts, sample
+from prefix_reuse.sampling import SamplingState, add_counts, greedy, sample
 
 Pools = tuple[DevicePages, ...]
 
@@ -227,7 +227,7 @@ def commit(pools: Pools, kv: PagedKV, rows: jax.Array, context_lens: jax.Array) 
 
 
 class PrefillInputs(struct.PyTreeNode):
-    """Arrays of a `plan.PrefillBatch`, and the sampling of each row's next token."""
+    """Arrays of a `plan.PrefillBatch`."""
 
     tokens: jax.Array
     positions: jax.Array
@@ -236,11 +236,6 @@ class PrefillInputs(struct.PyTreeNode):
     rows: jax.Array
     q_offsets: jax.Array
     kv_lens: jax.Array
-    sampling: SamplingState
-    counts: jax.Array
-    """int32 [B, V], read only with penalties."""
-    index: jax.Array
-    """int32 [B]: tokens generated so far."""
     tables: tuple[tuple[jax.Array, jax.Array, jax.Array], ...] | None = None
     """Per group page_table, shared_pages and context_lens of all rows, as in `device_pages.rebuild`, which they go through
     before anything else; None = the pools have the right ones."""
@@ -248,7 +243,9 @@ class PrefillInputs(struct.PyTreeNode):
 
 class PrefillOutputs(struct.PyTreeNode):
     next_tokens: jax.Array
-    """int32 [B]: sampled after each row's last token of this batch (meaningless for a chunk that is not the last)."""
+    """int32 [B]: the likeliest token after each row's last one of this batch (meaningless for a chunk that is not the last);
+    `DeviceRunner.prefill` puts what was drawn in its place. It is not drawn here: whether a batch draws is a condition, for
+    whose answer the host would wait until the device has computed everything before it."""
     logits: jax.Array
     """f32 [B, V] of that last token."""
     hidden: jax.Array
@@ -267,9 +264,8 @@ def prefill_step(
     hidden, kv = model.forward(params, batch.tokens, batch.positions, kv, attend)
     last = jnp.maximum(batch.q_offsets[1:] - 1, 0)
     logits = model.unembed(params, hidden[last])
-    tokens = sample(logits, batch.counts, batch.sampling, batch.index)
     pools = commit(pools, kv, batch.rows, batch.kv_lens)
-    return PrefillOutputs(tokens, logits, hidden, kv.refused), pools
+    return PrefillOutputs(greedy(logits), logits, hidden, kv.refused), pools
 
 
 class DecodeInputs(struct.PyTreeNode):

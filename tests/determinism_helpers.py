@@ -58,8 +58,8 @@ class Bits:
         run, decode = runner._run_packed, runner.decode
         texts: dict[int, np.ndarray] = {}
 
-        def watched(batch: PrefillBatch, sampling: dict[str, Any]) -> Any:
-            outputs = run(batch, sampling)
+        def watched(batch: PrefillBatch) -> Any:
+            outputs = run(batch)
             self._record(engine, batch, outputs, texts)
             return outputs
 
