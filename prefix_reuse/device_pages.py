@@ -223,6 +223,7 @@ def check_integrity(state: DevicePages) -> None:
     refcounts = np.asarray(state.refcounts)
     writable = np.asarray(state.writable)
     shared = np.asarray(state.shared_pages)
+    context_lens = np.asarray(state.context_lens)
     if table.max(initial=UNUSED) >= state.num_pages or table.min(initial=0) < UNUSED:
         raise IntegrityError(f"page_table names a page outside 0..{state.num_pages - 1}")
     expected = np.bincount(table[table >= 0], minlength=state.num_pages)
@@ -236,11 +237,9 @@ def check_integrity(state: DevicePages) -> None:
         attached = pages[: shared[row]]
         if writable[attached[attached >= 0]].any():
             raise IntegrityError(f"row {row}: a shared page is writable")
-        need = -(-int(state.context_lens[row]) // state.page_size)
+        need = -(-int(context_lens[row]) // state.page_size)
         if (pages[:need] < 0).any() and need:
             window_hole = pages[:need] < 0  # leading columns that a sliding window has passed
             first_used = int(np.argmax(~window_hole)) if (~window_hole).any() else need
             if window_hole[first_used:].any():
-                raise IntegrityError(
-                    f"row {row}: context of {int(state.context_lens[row])} tokens has unmapped columns"
-                )
+                raise IntegrityError(f"row {row}: context of {int(context_lens[row])} tokens has unmapped columns")

@@ -232,17 +232,28 @@ class Engine(EngineRuns):
 
     # ---- what is going on
 
-    def warmup(self, progress: Any = None) -> Mapping[str, int]:
-        """Compiles every bucket, so that no later request compiles anything. Returns compilations by program.
+    def warmup(self, progress: Any = None, *, pin_host_pages: bool = True) -> Mapping[str, int]:
+        """Does ahead what requests would wait for: afterwards none compiles anything, and none waits for memory to be pinned.
 
-        `progress`: None, True for a bar on the terminal, or a callable that gets each program's name.
+        Args:
+          progress: None, True for a bar on the terminal, or a callable that gets the name of what comes next.
+          pin_host_pages: on a GPU, take the memory of all free host pages from the system now (half a second a gigabyte).
+            False: it grows with what is cached, by doubling, and a copy that meets a doubling takes up to seconds.
+
+        Returns:
+          Compilations by program.
+
+        Raises:
+          PrefixReuseError: requests run. TransferError: there is not so much host memory.
         """
         from prefix_reuse.display import track
 
         if self.scheduler.running:
             raise PrefixReuseError("warm up before requests run: it rewrites the page tables")
         before = dict(self.programs.counter.counts)
-        for _ in track(self.runner.warmup(), "compiling", progress, self.runner.num_programs):
+        pins = pin_host_pages and self.active and self.runner.transfer.pins_memory
+        host_bytes = self.store.num_free * self.memory.page_bytes if pins else 0
+        for _ in track(self.runner.warmup(host_bytes), "warming up", progress, self.runner.warmup_steps(host_bytes)):
             pass
         return {k: v - before.get(k, 0) for k, v in self.programs.counter.counts.items()}
 

@@ -286,14 +286,16 @@ class DeviceRunner:
 
     # ---- warm-up
 
-    @property
-    def num_programs(self) -> int:
+    def warmup_steps(self, host_bytes: int = 0) -> int:
         """How many names `warmup` yields."""
-        return 1 + len(self.prefill_buckets) + len(self.decode_buckets) + len(self._page_moves())
+        return (host_bytes > 0) + 1 + len(self.prefill_buckets) + len(self.decode_buckets) + len(self._page_moves())
 
-    def warmup(self) -> Iterator[str]:
-        """Compiles every bucket, yielding the name of what comes next. Runs on an engine without live rows only."""
+    def warmup(self, host_bytes: int = 0) -> Iterator[str]:
+        """Reserves pinned memory and compiles every bucket, yielding the name of what comes next. Only without live rows."""
         config = self.config
+        if host_bytes > 0:
+            yield f"{host_bytes / 1e9:.1f} GB of host pages"
+            self.transfer.reserve(host_bytes)
         for account in self.accounts:
             account.dirty = True
         yield "page tables"

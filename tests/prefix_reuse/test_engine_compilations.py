@@ -64,6 +64,42 @@ def test_nothing_compiles_after_warmup(tmp_path: Path):
     drained(e)
 
 
+@pytest.mark.parametrize("pinned", [True, False])
+def test_warmup_reserves_the_free_host_pages_where_memory_is_pinned(pinned: bool, monkeypatch: pytest.MonkeyPatch):
+    e, asked, names = engine(max_prefill_tokens=8, max_rows=1, num_host_pages=40), [], []
+    e.generate(prompt(12, seed=1), ONE)  # two of its pages stay
+    monkeypatch.setattr(e.runner.transfer, "pins_memory", pinned)
+    monkeypatch.setattr(e.runner.transfer, "reserve", asked.append)
+    e.warmup(names.append, pin_host_pages=False)
+    assert not asked
+    e.warmup(names.append)
+    assert asked == ([e.store.num_free * e.memory.page_bytes] if pinned else [])
+    assert e.store.num_free == 37
+    assert any("host pages" in name for name in names) == pinned
+    off = engine(on=False, max_prefill_tokens=8, max_rows=1)
+    monkeypatch.setattr(off.runner.transfer, "pins_memory", pinned)
+    monkeypatch.setattr(off.runner.transfer, "reserve", asked.append)
+    off.warmup()
+    assert len(asked) == pinned
+
+
+def test_a_prefill_asks_no_question_for_whose_answer_the_host_would_wait():
+    """A condition is read by the host on a GPU without graphs: behind one, nothing could start while the device computes."""
+    e, programs = engine(), []
+    real = e.programs.prefill
+
+    def traced(*args: Any) -> Any:
+        programs.append(str(real.lower(*args).as_text()))
+        return real(*args)
+
+    e.programs.prefill = traced  # type: ignore[assignment]
+    e.generate(prompt(9, seed=1), ONE)
+    (text,) = programs
+    assert "stablehlo.dot_general" in text
+    assert "stablehlo.case" not in text
+    assert "stablehlo.if" not in text
+
+
 @pytest.mark.parametrize("kind", ["llama", pytest.param("hybrid", marks=pytest.mark.slow)])
 def test_nothing_compiles_when_rows_of_every_kind_share_a_batch(kind: str, monkeypatch: pytest.MonkeyPatch):
     """Greedy, random and penalised rows, one sample and several; scores; pages that windows have passed; copies again."""

@@ -175,6 +175,41 @@ def test_a_part_of_a_copy_fails_with_its_own_arrays_alone() -> None:
             part.wait()
 
 
+def test_reserved_memory_is_asked_for_at_once_and_is_free_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BUNDLE_BYTES", 1000)
+    t, put = transfer(), jax.device_put
+    alive: list[weakref.ref[Any]] = []
+    most = 0
+
+    def watched(array: Any, place: Any) -> Any:
+        nonlocal most
+        out = put(array, place)
+        if place is t.bundles.host:
+            alive.append(weakref.ref(out))
+            most = max(most, sum(ref() is not None for ref in alive) * out.nbytes)
+        return out
+
+    monkeypatch.setattr(module.jax, "device_put", watched)
+    t.reserve(4_500)
+    assert most == 5000
+    gc.collect()
+    assert len(alive) == 5
+    assert not any(ref() is not None for ref in alive)
+
+
+def test_memory_that_is_not_there_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    t, put = transfer(), jax.device_put
+
+    def full(array: Any, place: Any) -> Any:
+        if place is t.bundles.host:
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return put(array, place)
+
+    monkeypatch.setattr(module.jax, "device_put", full)
+    with pytest.raises(TransferError, match=r"no pinned memory for 2\.0 GB of host pages: RESOURCE_EXHAUSTED"):
+        t.reserve(2_000_000_000)
+
+
 @pytest.mark.parametrize(
     "bundle_bytes", [module.BUNDLE_BYTES, 12_000, 1]
 )  # bundles of 8 and 4; of 4; pages too large for any
