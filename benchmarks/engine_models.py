@@ -152,7 +152,9 @@ class Bench:
     def latency(self) -> Engine:
         """The engine of `latency_config`, kept between sections until another needs the memory."""
         if self._latency is None:
-            self._latency = self._engine(self.latency_config)
+            engine = self._latency = self._engine(self.latency_config)
+            if engine.runner.transfer.pins_memory:  # as `warmup` does, which would also compile every shape
+                engine.runner.transfer.reserve(engine.memory.host_bytes)
         return self._latency
 
     def release(self) -> None:

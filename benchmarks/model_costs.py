@@ -68,6 +68,7 @@ GPT_OSS_20B: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "quantization_config": {"quant_method": "mxfp4"},
 }
+GPT_OSS_120B: dict[str, Any] = {**GPT_OSS_20B, "num_local_experts": 128, "num_hidden_layers": 36}
 TINY_MOE: dict[str, Any] = {
     **QWEN3_30B_A3B,
     "vocab_size": 128,
@@ -82,7 +83,12 @@ TINY_MOE: dict[str, Any] = {
     "head_dim": 16,
     "torch_dtype": "float32",
 }
-FULL = {"qwen3-8b": QWEN3_8B, "qwen3-30b-a3b": QWEN3_30B_A3B, "gpt-oss-20b": GPT_OSS_20B}
+FULL = {
+    "qwen3-8b": QWEN3_8B,
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "gpt-oss-20b": GPT_OSS_20B,
+    "gpt-oss-120b": GPT_OSS_120B,
+}
 TINY = ("tiny-llama", "tiny-hybrid", "tiny-moe")
 
 
