@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend.core import ClosedJaxpr
 
 from pallas_kernels import append_kv, copy_within, gather_pages, layout, paged_decode_attention, ragged_paged_attention
 from pallas_kernels.testing.writes import temp_share
@@ -65,6 +67,48 @@ def test_decode_step_in_a_loop_of_steps() -> None:
 def test_thirty_layers(function: Any) -> None:
     tokens = 64 if function is _prefill else 4
     assert temp_share(function, *_arguments(30, tokens, 4, pages=2000)) < 0.05
+
+
+KERNELS = {"pallas_call", "mpmd_map", "core_map"}
+
+
+def _readers(jaxpr: Any, pool: Any) -> set[str]:
+    """Primitives that are given the pool, or the pool by another shape; what calls a function is looked into."""
+    found, names = set(), {pool}
+    for equation in jaxpr.eqns:
+        used = [i for i, var in enumerate(equation.invars) if not hasattr(var, "val") and var in names]
+        inner = [p.jaxpr for p in equation.params.values() if isinstance(p, ClosedJaxpr)]
+        name = equation.primitive.name
+        if used and name == "reshape":
+            names.add(equation.outvars[0])
+        elif used and name not in KERNELS and len(inner) == 1 and len(inner[0].invars) == len(equation.invars):
+            found |= {reader for i in used for reader in _readers(inner[0], inner[0].invars[i])}
+        elif used:
+            found.add(name)
+    return found
+
+
+@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize("op", [ragged_paged_attention, paged_decode_attention])
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
+def test_kernels_read_pages_where_they_lie(implementation: str, op: Any, window: int | None) -> None:
+    """A19: prefix and suffix alike; nothing before the kernel gathers, slices or copies the pool."""
+    pool = _shape(*layout.pool_shape(2, 50, 64, 2, 64), dtype=jnp.bfloat16)
+    q, ends = _shape(32, 8, 64, dtype=jnp.bfloat16), (_shape(3),)
+    rows = 32 if op is paged_decode_attention else 2
+    more = () if op is paged_decode_attention else ends
+
+    def attend(implementation: str, q: Any, pool: Any, *rest: Any) -> Any:
+        return op(q, pool, *rest, layer=1, window=window, implementation=implementation)
+
+    arguments = q, pool, _shape(rows, 9), *more, _shape(rows)
+    readers = {}
+    for name in (implementation, "reference"):
+        jaxpr = jax.make_jaxpr(partial(attend, name))(*arguments).jaxpr
+        readers[name] = _readers(jaxpr, jaxpr.invars[1])
+    assert readers[implementation]
+    assert readers[implementation] <= KERNELS
+    assert not readers["reference"] & KERNELS  # which does gather
 
 
 def test_no_reference_flattens_the_page_axis_into_a_32_bit_offset() -> None:
