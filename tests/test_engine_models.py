@@ -72,7 +72,7 @@ def test_a_run_that_is_cut_leaves_the_rows_before_it(tmp_path: Path, monkeypatch
         yield {"case": "half"}
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine_models.Bench, "host", cut)
+    monkeypatch.setitem(engine_models.SECTIONS, "host", cut)
     path = tmp_path / "out.json"
     with pytest.raises(KeyboardInterrupt):
         sections(path, "--model", "tiny-llama", "--scale", "32", "--only", "ttft,host")
@@ -107,7 +107,7 @@ def test_decode_and_the_workload_on_a_mixture_of_experts(tmp_path: Path, capsys:
 def test_a_case_that_does_not_fit_the_device_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = make_model("tiny-llama")
     room = 260 * Costs(model, 2).page_bytes  # two rows of 256 tokens need 144 pages each
-    monkeypatch.setattr(engine_models.Bench, "_free_bytes", lambda bench: room)
+    monkeypatch.setattr(engine_models.Bench, "free_bytes", lambda bench: room)
     result = sections(tmp_path / "out.json", "--model", "tiny-llama", "--scale", "32", "--only", "decode")
     left_out = [row for row in result["tiny-llama"]["decode"]["rows"] if "left_out" in row]
     assert [(row["rows"], row["shared"]) for row in left_out] == [(2, 0)]
