@@ -13,6 +13,7 @@ from benchmarks.engine_bench import Bench
 from benchmarks.engine_cases import ONE, close, drain, without_host_copies
 from benchmarks.engine_phases import phase_times
 from benchmarks.engine_report import print_kernels, print_phases
+from benchmarks.expert_reads import ExpertReads, decoded, mean_distinct
 from benchmarks.profiling import kernel_times
 from prefix_reuse import Engine, SamplingParams
 from prefix_reuse.plan import pages_for
@@ -40,6 +41,7 @@ def decode(bench: Bench) -> Iterator[dict[str, Any]]:
         min_prefill_tokens=max(at.new, most),
     )
     engine = bench.engine(config)
+    experts = ExpertReads(engine) if bench.costs.num_experts else None
     params = SamplingParams(max_tokens=steps, ignore_eos=True)
     for shared in (0, at.shared):
         head = bench.fresh(shared)
@@ -58,16 +60,24 @@ def decode(bench: Bench) -> Iterator[dict[str, Any]]:
                 need = rows * own_pages * bench.costs.page_bytes
                 yield {**case, "left_out": f"{need / 1e9:.1f} GB of pages do not fit {(room or 0) / 1e9:.1f} GB"}
                 continue
-            yield {**case, **decode_rows(bench, engine, prompts[:rows], params, shared), "fill_s": filled}
+            yield {**case, **decode_rows(bench, engine, prompts[:rows], params, shared, experts), "fill_s": filled}
         engine.clear_cache()
     yield bench.memory("memory, decode", engine)
     close(engine)
 
 
 def decode_rows(
-    bench: Bench, engine: Engine, prompts: Sequence[np.ndarray], params: SamplingParams, shared: int
+    bench: Bench,
+    engine: Engine,
+    prompts: Sequence[np.ndarray],
+    params: SamplingParams,
+    shared: int,
+    experts: ExpertReads | None,
 ) -> dict[str, Any]:
-    """Times turns of the engine in which all rows decode. Every prompt is cached: a turn starts them all."""
+    """Times turns of the engine in which all rows decode. Every prompt is cached: a turn starts them all.
+
+    The steps of the last turn are then looked at for what they read; `experts` is None for a dense model.
+    """
     rows, earlier = len(prompts), engine.stats().decode.tokens
     requests = [engine.submit(prompt, params) for prompt in prompts]
     engine.step()  # admits, replays last tokens, compiles
@@ -80,12 +90,15 @@ def decode_rows(
     after = engine.stats()
     if after.decode.tokens - before.decode.tokens != rows * len(turns) * bench.decode_steps:
         raise RuntimeError("a row stopped while it was timed")
+    live = engine.scheduler.running
+    taken, _ = decoded(live, bench.decode_steps)
+    read = experts.mean(live, bench.decode_steps) if experts else None
     if bench.profile:
         profile_decode(bench, engine, rows, shared)
     for request in requests:
         engine.cancel(request)
     drain(engine)
-    ideal = bench.costs.decode_ms(bench.rates, len(prompts[0]), rows, shared)
+    ideal = bench.costs.decode_ms(bench.rates, len(prompts[0]), rows, shared, read)
     ms = statistics.mean(turns)
     return {
         "ms": ms,  # of all turns: those in which pages fill and are copied to the host count too
@@ -95,6 +108,8 @@ def decode_rows(
         "tokens_per_s": rows / ms * 1e3,
         "ideal_ms": ideal,
         "of_ideal": ideal / ms,
+        "distinct_tokens": mean_distinct(taken),  # that a step takes: why rows choose the same experts
+        **({} if read is None else {"experts_read": read, "experts_expected": bench.costs.experts(rows)}),
         "shared_reads": after.decode.shared_prefix_steps > before.decode.shared_prefix_steps,
     }
 

@@ -155,7 +155,8 @@ def matmul_rate(n: int, dtype: Any, repeats: int = 7) -> float:
 class Costs:
     """Bytes and FLOPs of a model's work, from its shapes and its parameters as they lie in memory.
 
-    Of experts it counts those that B rows are expected to choose if every choice is alike: E (1 - (1 - k / E)^B).
+    Where the experts that are read were not counted, they are those that B rows are expected to choose if every choice is
+    independent and alike: E (1 - (1 - k / E)^B). Rows that choose the same ones read fewer, so that this is no lower bound.
     """
 
     def __init__(self, model: Any, page_size: int):
@@ -181,14 +182,15 @@ class Costs:
         return sum(page_bytes(group, self.page_size) for group in self.groups)
 
     def experts(self, tokens: int) -> float:
-        """Experts of a layer that `tokens` tokens are expected to choose."""
+        """Experts of a layer that `tokens` tokens are expected to choose, if all choices are independent and alike."""
         if not self.num_experts:
             return 0.0
         return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** tokens)
 
-    def weight_bytes(self, tokens: int) -> float:
-        """Bytes of weights that a forward of `tokens` tokens reads."""
-        return self.dense_bytes + self.expert_bytes * self.experts(tokens) / max(1, self.num_experts)
+    def weight_bytes(self, tokens: int, experts: float | None = None) -> float:
+        """Bytes of weights that a forward of `tokens` tokens reads; of a layer `experts` experts, None: as many as expected."""
+        experts = self.experts(tokens) if experts is None else experts
+        return self.dense_bytes + self.expert_bytes * experts / max(1, self.num_experts)
 
     def kv_bytes(self, context: int, rows: int = 1, shared: int = 0) -> float:
         """Bytes of K and V that one token of each of `rows` rows sees; the first `shared` tokens are the same ones."""
@@ -226,9 +228,9 @@ class Costs:
 
     # ---- least times, in milliseconds
 
-    def decode_ms(self, rates: Rates, context: int, rows: int, shared: int = 0) -> float:
-        """One step: the weights, and each byte of K and V, read once."""
-        return (self.weight_bytes(rows) + self.kv_bytes(context, rows, shared)) / rates.read * 1e3
+    def decode_ms(self, rates: Rates, context: int, rows: int, shared: int = 0, experts: float | None = None) -> float:
+        """One step: the weights, those of `experts` experts of a layer among them, and each byte of K and V, read once."""
+        return (self.weight_bytes(rows, experts) + self.kv_bytes(context, rows, shared)) / rates.read * 1e3
 
     def prefill_ms(self, rates: Rates, cached: int, new: int) -> float:
         """The longer of the suffix's FLOPs and the bytes that it reads."""
