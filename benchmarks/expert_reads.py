@@ -51,7 +51,7 @@ class ExpertReads:
     """
 
     def __init__(self, engine: Engine):
-        self._engine = engine
+        self.engine = engine
         attend = reading_attend(engine.model.kv_groups, engine.config.attention)
         steps = engine.programs.counter.traced("chosen_experts", partial(chosen_experts, engine.model, attend))
         self._chosen = jax.jit(steps, compiler_options=step_options()["compiler_options"])
@@ -63,7 +63,7 @@ class ExpertReads:
           rows: that decode.
           steps: at most those of the last turn: of a sliding window the pages that older steps saw are gone.
         """
-        runner = self._engine.runner
+        runner = self.engine.runner
         tokens, positions = decoded(rows, steps)
         padding = ((0, 0), (0, runner.config.max_rows - len(rows)))
         index = np.array([row.row_index for row in rows], np.int32)

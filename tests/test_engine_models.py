@@ -56,8 +56,11 @@ def test_experts_are_counted_by_how_many_a_batch_is_expected_to_choose():
     assert costs.experts(2) == pytest.approx(8 * (1 - 0.75**2))
     assert costs.weight_bytes(1) == pytest.approx(costs.dense_bytes + sum(experts) / 4)
     assert costs.weight_bytes(1000) == pytest.approx(costs.dense_bytes + sum(experts))
+    assert costs.weight_bytes(1000, experts=3) == pytest.approx(costs.dense_bytes + 3 * sum(experts) / 8)
     slow = Rates(read=1e6, matmul=1e30, to_device=2e6, to_host=1e6)
     assert costs.decode_ms(slow, 10, 1) == pytest.approx((costs.weight_bytes(1) + costs.kv_bytes(10)) / 1e3)
+    read = costs.weight_bytes(9, experts=2.5) + costs.kv_bytes(10, 9)
+    assert costs.decode_ms(slow, 10, 9, experts=2.5) == pytest.approx(read / 1e3)
     assert costs.prefill_ms(slow, 8, 2) == pytest.approx((costs.weight_bytes(2) + costs.kv_bytes(8)) / 1e3)
     assert costs.load_ms(slow, 8) == pytest.approx(costs.load_bytes(8) / 2e3)
 
