@@ -42,7 +42,10 @@ def decode(bench: Bench) -> Iterator[dict[str, Any]]:
     )
     engine = bench.engine(config)
     experts = ExpertReads(engine) if bench.costs.num_experts else None
-    params = SamplingParams(max_tokens=steps, ignore_eos=True)
+    params = [
+        SamplingParams(max_tokens=steps, ignore_eos=True, temperature=bench.temperature, seed=row)
+        for row in range(most)
+    ]
     for shared in (0, at.shared):
         head = bench.fresh(shared)
         prompts = [
@@ -60,7 +63,11 @@ def decode(bench: Bench) -> Iterator[dict[str, Any]]:
                 need = rows * own_pages * bench.costs.page_bytes
                 yield {**case, "left_out": f"{need / 1e9:.1f} GB of pages do not fit {(room or 0) / 1e9:.1f} GB"}
                 continue
-            yield {**case, **decode_rows(bench, engine, prompts[:rows], params, shared, experts), "fill_s": filled}
+            yield {
+                **case,
+                **decode_rows(bench, engine, prompts[:rows], params[:rows], shared, experts),
+                "fill_s": filled,
+            }
         engine.clear_cache()
     yield bench.memory("memory, decode", engine)
     close(engine)
@@ -70,7 +77,7 @@ def decode_rows(
     bench: Bench,
     engine: Engine,
     prompts: Sequence[np.ndarray],
-    params: SamplingParams,
+    params: Sequence[SamplingParams],
     shared: int,
     experts: ExpertReads | None,
 ) -> dict[str, Any]:
@@ -79,7 +86,7 @@ def decode_rows(
     The steps of the last turn are then looked at for what they read; `experts` is None for a dense model.
     """
     rows, earlier = len(prompts), engine.stats().decode.tokens
-    requests = [engine.submit(prompt, params) for prompt in prompts]
+    requests = [engine.submit(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
     engine.step()  # admits, replays last tokens, compiles
     for _ in range(bench.turns_a_page):  # until pages are full: their copy compiles, too
         engine.step()
@@ -108,6 +115,7 @@ def decode_rows(
         "tokens_per_s": rows / ms * 1e3,
         "ideal_ms": ideal,
         "of_ideal": ideal / ms,
+        "temperature": bench.temperature,
         "distinct_tokens": mean_distinct(taken),  # that a step takes: why rows choose the same experts
         **({} if read is None else {"experts_read": read, "experts_expected": bench.costs.experts(rows)}),
         "shared_reads": after.decode.shared_prefix_steps > before.decode.shared_prefix_steps,

@@ -30,6 +30,7 @@ from benchmarks.engine_prefill import host, ttft
 from benchmarks.engine_report import print_row
 from benchmarks.engine_workload import workload
 from benchmarks.model_costs import FULL, TINY, make_model
+from prefix_reuse import SamplingParams
 
 SECTIONS: dict[str, Callable[[Bench], Iterator[dict[str, Any]]]] = {
     "ttft": ttft,
@@ -54,6 +55,7 @@ def run_model(name: str, options: argparse.Namespace, lengths: Lengths) -> None:
         repeats=options.repeats,
         decode_steps=options.decode_steps,
         workload_rows=options.workload_rows,
+        temperature=options.temperature,
         profile=options.profile,
     )
     head = {
@@ -103,6 +105,11 @@ def row_counts(text: str) -> tuple[int, ...]:
     return rows
 
 
+def temperature(text: str) -> float:
+    """One that `SamplingParams` takes."""
+    return SamplingParams(temperature=float(text)).temperature
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -117,6 +124,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--decode-steps", type=int, default=16)
     parser.add_argument("--rows", type=row_counts, help="rows of the decode cases, by comma; default 1,16,64")
+    parser.add_argument("--temperature", type=temperature, default=0.0, help="of the decode cases; default 0, greedy")
     parser.add_argument("--workload-rows", type=int, default=256)
     parser.add_argument("--scale", type=int, default=8, help="tiny models: lengths are divided by this")
     options = parser.parse_args(arguments)

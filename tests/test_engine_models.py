@@ -96,10 +96,17 @@ def test_decode_and_the_workload_on_a_mixture_of_experts(tmp_path: Path, capsys:
     arguments += ["--rows", "2"]
     result = sections(path, *arguments, "--profile")
     assert "another" in result
-    rows = result["tiny-moe"]["decode"]["rows"]
-    cases = [(row["rows"], row["shared"], row["own"]) for row in rows if row["case"] == "decode"]
-    assert cases == [(2, 0, 256), (2, 224, 32)]
-    assert all(row["ms_min"] <= row["ms_median"] <= row["ms_max"] for row in rows if row["case"] == "decode")
+    decode = result["tiny-moe"]["decode"]
+    rows = [row for row in decode["rows"] if row["case"] == "decode"]
+    assert [(row["rows"], row["shared"], row["own"]) for row in rows] == [(2, 0, 256), (2, 224, 32)]
+    costs, rate = Costs(make_model("tiny-moe"), 2), decode["rates"]["read_TBps"] * 1e12
+    for row in rows:
+        assert row["ms_min"] <= row["ms_median"] <= row["ms_max"]
+        assert row["experts_expected"] == pytest.approx(3.5)
+        assert 2 <= row["experts_read"] <= 4
+        read = costs.weight_bytes(2, row["experts_read"]) + costs.kv_bytes(256, 2, row["shared"])
+        assert row["ideal_ms"] == pytest.approx(read / rate * 1e3)
+    assert decode["compilations"]["chosen_experts"] == 1  # for both cases
     first, timed, _ = result["tiny-moe"]["workload"]["rows"]
     assert timed["computed_tokens"] == timed["least_computed_tokens"] == 128 + 15 * 8
     assert timed["compiled"] == 0 < first["compiled"]
@@ -111,10 +118,15 @@ def test_a_case_that_does_not_fit_the_device_is_named(tmp_path: Path, monkeypatc
     model = make_model("tiny-llama")
     room = 260 * Costs(model, 2).page_bytes  # two rows of 256 tokens need 144 pages each
     monkeypatch.setattr(engine_models.Bench, "free_bytes", lambda bench: room)
-    result = sections(tmp_path / "out.json", "--model", "tiny-llama", "--scale", "32", "--only", "decode")
-    left_out = [row for row in result["tiny-llama"]["decode"]["rows"] if "left_out" in row]
+    arguments = ["--model", "tiny-llama", "--scale", "32", "--only", "decode", "--temperature", "10000"]
+    decode = sections(tmp_path / "out.json", *arguments)["tiny-llama"]["decode"]
+    left_out = [row for row in decode["rows"] if "left_out" in row]
     assert [(row["rows"], row["shared"]) for row in left_out] == [(2, 0)]
     assert "do not fit" in left_out[0]["left_out"]
+    (two,) = [row for row in decode["rows"] if row.get("rows") == 2 and row["shared"]]
+    assert two["distinct_tokens"] > 1  # all tokens are as likely as any other, and each row has a seed of its own
+    assert "experts_read" not in two
+    assert "chosen_experts" not in decode["compilations"]
 
 
 def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]):
@@ -125,3 +137,7 @@ def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]):
         with pytest.raises(SystemExit):
             engine_models.main(["--model", "tiny-llama", f"--rows={rows}"])
         assert "--rows" in capsys.readouterr().err
+    for temperature in ("-1", "nan", "hot"):
+        with pytest.raises(SystemExit):
+            engine_models.main(["--model", "tiny-llama", f"--temperature={temperature}"])
+        assert "--temperature" in capsys.readouterr().err
