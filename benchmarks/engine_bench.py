@@ -72,7 +72,6 @@ class Bench:
       repeats: timed runs of each case, after one that is not timed.
       decode_steps: steps of one jitted decode call.
       workload_rows: rows of the workload's engine.
-      temperature: of the rows of the decode section, each with a seed of its own; 0 = greedy.
       profile: also print kernel times and host phases.
     """
 
@@ -85,12 +84,11 @@ class Bench:
         repeats: int = 5,
         decode_steps: int = 16,
         workload_rows: int = 256,
-        temperature: float = 0.0,
         profile: bool = False,
     ):
         self.name, self.model, self.lengths = name, model, lengths
         self.repeats, self.decode_steps, self.workload_rows = repeats, decode_steps, workload_rows
-        self.temperature, self.profile = temperature, profile
+        self.profile = profile
         self.device = jax.devices()[0]
         self.costs = Costs(model, lengths.page)
         self.rates: Rates = measure_rates(model.config.dtype, small=name in TINY)

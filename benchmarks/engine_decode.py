@@ -42,10 +42,7 @@ def decode(bench: Bench) -> Iterator[dict[str, Any]]:
     )
     engine = bench.engine(config)
     experts = ExpertReads(engine) if bench.costs.num_experts else None
-    params = [
-        SamplingParams(max_tokens=steps, ignore_eos=True, temperature=bench.temperature, seed=row)
-        for row in range(most)
-    ]
+    params = SamplingParams(max_tokens=steps, ignore_eos=True)
     for shared in (0, at.shared):
         head = bench.fresh(shared)
         prompts = [
@@ -65,7 +62,7 @@ def decode(bench: Bench) -> Iterator[dict[str, Any]]:
                 continue
             yield {
                 **case,
-                **decode_rows(bench, engine, prompts[:rows], params[:rows], shared, experts),
+                **decode_rows(bench, engine, prompts[:rows], params, shared, experts),
                 "fill_s": filled,
             }
         engine.clear_cache()
@@ -77,7 +74,7 @@ def decode_rows(
     bench: Bench,
     engine: Engine,
     prompts: Sequence[np.ndarray],
-    params: Sequence[SamplingParams],
+    params: SamplingParams,
     shared: int,
     experts: ExpertReads | None,
 ) -> dict[str, Any]:
@@ -86,7 +83,7 @@ def decode_rows(
     The steps of the last turn are then looked at for what they read; `experts` is None for a dense model.
     """
     rows, earlier = len(prompts), engine.stats().decode.tokens
-    requests = [engine.submit(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+    requests = [engine.submit(prompt, params) for prompt in prompts]
     engine.step()  # admits, replays last tokens, compiles
     for _ in range(bench.turns_a_page):  # until pages are full: their copy compiles, too
         engine.step()
@@ -115,7 +112,6 @@ def decode_rows(
         "tokens_per_s": rows / ms * 1e3,
         "ideal_ms": ideal,
         "of_ideal": ideal / ms,
-        "temperature": bench.temperature,
         "distinct_tokens": mean_distinct(taken),  # that a step takes: why rows choose the same experts
         **({} if read is None else {"experts_read": read, "experts_expected": bench.costs.experts(rows)}),
         "shared_reads": after.decode.shared_prefix_steps > before.decode.shared_prefix_steps,

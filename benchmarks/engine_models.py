@@ -30,7 +30,6 @@ from benchmarks.engine_prefill import host, ttft
 from benchmarks.engine_report import print_row
 from benchmarks.engine_workload import workload
 from benchmarks.model_costs import FULL, TINY, make_model
-from prefix_reuse import SamplingParams
 
 SECTIONS: dict[str, Callable[[Bench], Iterator[dict[str, Any]]]] = {
     "ttft": ttft,
@@ -45,7 +44,7 @@ SECTIONS: dict[str, Callable[[Bench], Iterator[dict[str, Any]]]] = {
 def run_model(name: str, options: argparse.Namespace, lengths: Lengths) -> None:
     """Runs the sections that are asked for, and writes what there is after each."""
     started = time.perf_counter()
-    model = make_model(name)
+    model = make_model(name, options.embed_std)
     jax.block_until_ready(model.params)
     weights_s = time.perf_counter() - started
     bench = Bench(
@@ -55,7 +54,6 @@ def run_model(name: str, options: argparse.Namespace, lengths: Lengths) -> None:
         repeats=options.repeats,
         decode_steps=options.decode_steps,
         workload_rows=options.workload_rows,
-        temperature=options.temperature,
         profile=options.profile,
     )
     head = {
@@ -65,6 +63,7 @@ def run_model(name: str, options: argparse.Namespace, lengths: Lengths) -> None:
         "dtype": str(np.dtype(model.config.dtype)),
         "params_GB": bench.costs.param_bytes / 1e9,
         "weights_s": weights_s,
+        "embed_std": options.embed_std,
         "rates": bench.rates.to_json(),
     }
     print(f"{name}: {json.dumps(head)}", flush=True)
@@ -105,9 +104,11 @@ def row_counts(text: str) -> tuple[int, ...]:
     return rows
 
 
-def temperature(text: str) -> float:
-    """One that `SamplingParams` takes."""
-    return SamplingParams(temperature=float(text)).temperature
+def positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise ValueError(text)
+    return number
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -124,7 +125,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--decode-steps", type=int, default=16)
     parser.add_argument("--rows", type=row_counts, help="rows of the decode cases, by comma; default 1,16,64")
-    parser.add_argument("--temperature", type=temperature, default=0.0, help="of the decode cases; default 0, greedy")
+    parser.add_argument(
+        "--embed-std",
+        type=positive,
+        help="standard deviation of the embedding (10: what a token is outweighs its context, so that rows choose their own "
+        "experts); default that of random weights, hidden_size ** -0.5",
+    )
     parser.add_argument("--workload-rows", type=int, default=256)
     parser.add_argument("--scale", type=int, default=8, help="tiny models: lengths are divided by this")
     options = parser.parse_args(arguments)

@@ -6,6 +6,7 @@ the link over the link's rate; all three rates are measured in the same run (`me
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -92,13 +93,22 @@ FULL = {
 TINY = ("tiny-llama", "tiny-hybrid", "tiny-moe")
 
 
-def make_model(name: str) -> Any:
-    """A model of that name with random weights, made on the device: one of `FULL` or `TINY`."""
+def make_model(name: str, embed_std: float | None = None) -> Any:
+    """A model of that name, one of `FULL` or `TINY`, with random weights, made on the device.
+
+    `embed_std`: standard deviation of the embedding; None: hidden_size ** -0.5, which the layers' outputs outweigh by far.
+    """
     if name == "tiny-moe":
-        return models.from_config(TINY_MOE, name=name)
-    if name in TINY:
-        return {"tiny-llama": tiny_llama, "tiny-hybrid": tiny_hybrid}[name](max_context=8192)
-    return models.from_config(FULL[name], name=name)
+        model = models.from_config(TINY_MOE, name=name)
+    elif name in TINY:
+        model = {"tiny-llama": tiny_llama, "tiny-hybrid": tiny_hybrid}[name](max_context=8192)
+    else:
+        model = models.from_config(FULL[name], name=name)
+    if embed_std is None:
+        return model
+    embed = model.params["embed"]
+    factor = embed_std / jnp.std(embed[:1024].astype(jnp.float32))
+    return dataclasses.replace(model, params={**model.params, "embed": embed * factor.astype(embed.dtype)})
 
 
 @dataclass(frozen=True)
