@@ -118,7 +118,8 @@ class DeviceRunner:
         """Runs one packed prefill batch over the tables of now; chunk i belongs to sequence `rows[i]`. Writes K/V in place."""
         batch = self._pack(chunks)
         self.last_prefill = batch
-        return self._drawn(self._run_packed(batch), rows)
+        outputs = self._run_packed(batch)
+        return self._drawn(outputs, rows) if any(chunk.is_last for chunk in chunks) else outputs
 
     def _pack(self, chunks: Sequence[Chunk]) -> PrefillBatch:
         buckets, num_rows = self.prefill_buckets, self.config.max_rows

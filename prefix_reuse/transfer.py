@@ -276,7 +276,10 @@ class PageTransfer:
                 held.append(jax.device_put(piece, self.bundles.host))
                 jax.block_until_ready(held[-1])
         except Exception as error:
-            raise TransferError(f"no pinned memory for {num_bytes / 1e9:.1f} GB of host pages: {error}") from error
+            raise TransferError(
+                f"no pinned memory for {num_bytes / 1e9:.1f} GB of host pages: {error}; "
+                "lower num_host_pages, or warm up with pin_host_pages=False"
+            ) from error
 
     @property
     def sparse_bundles(self) -> int:
