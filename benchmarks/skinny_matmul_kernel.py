@@ -10,7 +10,7 @@ float32 and whoever reads them adds them up, part 0 first. A row's bits depend o
 Measured once, on an H200, with 64 rows and N = K = 4096 (`benchmarks/KERNELS.md`, "A whole decode step"): 13.15 us with the
 kernel that reads the result, where XLA's matmul and that kernel took 17.21. Largest error 1.1e-5.
 
-Open: the same run stood still at 128 rows; which variant did is not known. One fault that explains it was found
+Open: that run stood still at 128 rows; which variant did is not known. One fault that explains it was found
 afterwards, with `bm` 256 and more than 104 rows: consumers asked for 4 x 120 + 24 registers a thread where the launch
 gives five warpgroups 96 each, and `setmaxnreg` waits for ever (see `registers`). It is mended, and not yet run on the card.
 """
