@@ -210,6 +210,33 @@ def test_memory_that_is_not_there_is_an_error_at_once(monkeypatch: pytest.Monkey
         t.reserve(2_000_000_000)
 
 
+@pytest.mark.parametrize("at", [0, 1, 3])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_what_was_reserved_is_free_while_somebody_has_the_error(
+    error: type[BaseException], at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who catches it and goes on without, or interrupts it, needs the memory for pages."""
+    monkeypatch.setattr(module, "BUNDLE_BYTES", 1000)
+    t, put = transfer(), jax.device_put
+    alive: list[weakref.ref[Any]] = []
+
+    def full(array: Any, place: Any) -> Any:
+        if len(alive) == at:
+            raise error("RESOURCE_EXHAUSTED")
+        out = put(array, place)
+        if place is t.bundles.host:
+            alive.append(weakref.ref(out))
+        return out
+
+    monkeypatch.setattr(module.jax, "device_put", full)
+    with pytest.raises(TransferError if error is RuntimeError else error, match="RESOURCE_EXHAUSTED") as raised:
+        t.reserve(9_000)
+    gc.collect()
+    assert raised.value.__traceback__ is not None
+    assert len(alive) == at
+    assert not any(ref() is not None for ref in alive)
+
+
 @pytest.mark.parametrize(
     "bundle_bytes", [module.BUNDLE_BYTES, 12_000, 1]
 )  # bundles of 8 and 4; of 4; pages too large for any
