@@ -45,17 +45,15 @@ def test_samples_of_one_request_differ_and_repeat_with_the_seed_in_any_batch():
 def test_rows_of_every_kind_draw_beside_each_other_what_they_draw_alone(kind: str):
     """Greedy, random, penalised, several samples; prefilled in a batch in which rows have other places than in the table."""
     base = prompt(8, seed=1)
-    asked = [
-        (prompt(n, seed=n, start=base), SamplingParams(ignore_eos=True, **some))
-        for n, some in (
-            (13, {"max_tokens": 3}),
-            (10, {"max_tokens": 5, "temperature": 1.0, "seed": 7}),
-            (11, {"max_tokens": 9, "repetition_penalty": 5.0}),
-            (17, {"max_tokens": 7, "temperature": 1.5, "seed": 8, "frequency_penalty": 2.0}),
-            (15, {"max_tokens": 4, "temperature": 1.0, "seed": 9, "n": 2}),
-            (12, {"max_tokens": 4, "presence_penalty": 9.0}),
-        )
+    kinds: list[tuple[int, dict[str, Any]]] = [
+        (13, {"max_tokens": 3}),
+        (10, {"max_tokens": 5, "temperature": 1.0, "seed": 7}),
+        (11, {"max_tokens": 9, "repetition_penalty": 5.0}),
+        (17, {"max_tokens": 7, "temperature": 1.5, "seed": 8, "frequency_penalty": 2.0}),
+        (15, {"max_tokens": 4, "temperature": 1.0, "seed": 9, "n": 2}),
+        (12, {"max_tokens": 4, "presence_penalty": 9.0}),
     ]
+    asked = [(prompt(n, seed=n, start=base), SamplingParams(ignore_eos=True, **some)) for n, some in kinds]
     want = [engine(kind, on=False).generate(*one)[0].samples for one in asked]
     e, moved = engine(kind), 0
     real = e.runner.prefill

@@ -197,17 +197,28 @@ def test_reserved_memory_is_asked_for_at_once_and_is_free_afterwards(monkeypatch
     assert not any(ref() is not None for ref in alive)
 
 
-def test_memory_that_is_not_there_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    t, put = transfer(), jax.device_put
+@pytest.mark.parametrize("found", ["asking", "waiting"])
+def test_memory_that_is_not_there_is_an_error_at_once(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BUNDLE_BYTES", 1000)
+    t, put, asked = transfer(), jax.device_put, 0
 
-    def full(array: Any, place: Any) -> Any:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    def counted(array: Any, place: Any) -> Any:
+        nonlocal asked
         if place is t.bundles.host:
-            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+            asked += 1
+            if found == "asking":
+                fail()
         return put(array, place)
 
-    monkeypatch.setattr(module.jax, "device_put", full)
+    monkeypatch.setattr(module.jax, "device_put", counted)
+    if found == "waiting":
+        monkeypatch.setattr(module.jax, "block_until_ready", fail)
     with pytest.raises(TransferError, match=r"no pinned memory for 2\.0 GB of host pages: RESOURCE_EXHAUSTED"):
         t.reserve(2_000_000_000)
+    assert asked == 1
 
 
 @pytest.mark.parametrize("at", [0, 1, 3])
