@@ -313,7 +313,7 @@ def decode_steps(
 ) -> tuple[DecodeOutputs, Pools]:
     """Donates `pools`. Runs until `num_steps` steps are done or every row has ended; ended rows write nothing.
 
-    `row_invariant`: random draws are made in a batch of all rows of the page table, like those of `prefill_step`.
+    `row_invariant`: random draws are made in a batch of all rows of the page table, like those after a prefill.
     """
     num_rows = batch.tokens.shape[0]
     draw_rows = pools[0].page_table.shape[0] if row_invariant else num_rows

@@ -269,9 +269,9 @@ class PageTransfer:
 
         Raises `TransferError` where there is not so much memory; what was taken stays with the allocator.
         """
-        piece = jax.device_put(np.zeros(min(BUNDLE_BYTES, num_bytes), np.uint8), self._device)
         held = []
         try:
+            piece = jax.device_put(np.zeros(min(BUNDLE_BYTES, num_bytes), np.uint8), self._device)
             for _ in range(-(-num_bytes // BUNDLE_BYTES)):
                 held.append(jax.device_put(piece, self.bundles.host))
                 jax.block_until_ready(held[-1])
@@ -280,6 +280,8 @@ class PageTransfer:
                 f"no pinned memory for {num_bytes / 1e9:.1f} GB of host pages: {error}; "
                 "lower num_host_pages, or warm up with pin_host_pages=False"
             ) from error
+        finally:
+            held.clear()  # an error's traceback would keep it taken for as long as somebody has the error
 
     @property
     def sparse_bundles(self) -> int:

@@ -239,6 +239,56 @@ def test_samples_and_streams_have_the_cold_tokens_and_penalties_count_what_decod
     drained(e)
 
 
+def test_rows_that_end_at_different_steps_draw_beside_each_other_what_they_draw_alone():
+    """A row's place in a step's batch moves up when one before it ends; penalties count its own tokens, wherever it is."""
+    base = prompt(8, seed=1)
+    kinds: list[tuple[int, dict[str, Any]]] = [
+        (13, {"max_tokens": 2}),
+        (10, {"max_tokens": 3, "temperature": 1.0, "seed": 7}),
+        (11, {"max_tokens": 9, "repetition_penalty": 5.0, "frequency_penalty": 2.0}),
+        (17, {"max_tokens": 8, "temperature": 1.5, "seed": 8, "frequency_penalty": 2.0}),
+    ]
+    asked = [(prompt(n, seed=n, start=base), SamplingParams(ignore_eos=True, **some)) for n, some in kinds]
+    # By the decode program of default mode, which counts and draws inside.
+    want = [engine(on=False, deterministic=False).generate(*one)[0].token_ids for one in asked]
+    e = engine()
+    e.generate(base, GREEDY)
+    ids = [e.submit(*one) for one in asked]
+    done = finish(e)
+    assert [done[i].token_ids for i in ids] == want
+    assert e.stats().prefill.hits == len(asked)
+    drained(e)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("call", range(1, 5))
+def test_a_draw_that_fails_or_is_interrupted_loses_nothing(
+    call: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+):
+    """That of the prefill comes first; each decode step has one more."""
+    tokens = [prompt(9, seed=1), prompt(6, seed=2)]
+    params = SamplingParams(max_tokens=6, temperature=1.0, seed=7, repetition_penalty=1.3, ignore_eos=True)
+    want = [o.token_ids for o in engine(on=False).generate(tokens, params)]
+    e = engine()
+    ids = [e.submit(t, params) for t in tokens]
+    calls, real = 0, e.programs.sample
+
+    def cut(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise error("injected")
+        return real(*args)
+
+    monkeypatch.setattr(e.programs, "sample", cut)
+    with pytest.raises(error, match="injected"):
+        e.step()
+    check(e)
+    done = finish(e)
+    assert [done[i].token_ids for i in ids] == want
+    drained(e)
+
+
 def test_one_program_computes_everything_and_warmup_compiles_it():
     e = Engine(
         model("llama"),

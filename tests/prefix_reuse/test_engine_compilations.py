@@ -76,6 +76,7 @@ def test_warmup_reserves_the_free_host_pages_where_memory_is_pinned(pinned: bool
     assert asked == ([e.store.num_free * e.memory.page_bytes] if pinned else [])
     assert e.store.num_free == 37
     assert any("host pages" in name for name in names) == pinned
+    assert len(names) == e.runner.warmup_steps() + e.runner.warmup_steps(sum(asked))  # what a bar counts up to
     off = engine(on=False, max_prefill_tokens=8, max_rows=1)
     monkeypatch.setattr(off.runner.transfer, "pins_memory", pinned)
     monkeypatch.setattr(off.runner.transfer, "reserve", asked.append)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_helpers import GREEDY, cold, drained, engine, index_of, prompt
+from engine_helpers import GREEDY, check, cold, drained, engine, index_of, prompt, run_all
 
 from models.testing import toy_tokenizer
 from prefix_reuse import (
@@ -38,6 +38,72 @@ def test_samples_of_one_request_differ_and_repeat_with_the_seed_in_any_batch():
     assert [s.token_ids for s in warm.samples] == texts
     other = e.generate(tokens, SamplingParams(max_tokens=8, temperature=1.0, seed=4, n=3, ignore_eos=True))[0]
     assert [s.token_ids for s in other.samples] != texts
+    drained(e)
+
+
+@pytest.mark.parametrize("kind", ["llama", "hybrid"])
+def test_rows_of_every_kind_draw_beside_each_other_what_they_draw_alone(kind: str):
+    """Greedy, random, penalised, several samples; prefilled in a batch in which rows have other places than in the table."""
+    base = prompt(8, seed=1)
+    kinds: list[tuple[int, dict[str, Any]]] = [
+        (13, {"max_tokens": 3}),
+        (10, {"max_tokens": 5, "temperature": 1.0, "seed": 7}),
+        (11, {"max_tokens": 9, "repetition_penalty": 5.0}),
+        (17, {"max_tokens": 7, "temperature": 1.5, "seed": 8, "frequency_penalty": 2.0}),
+        (15, {"max_tokens": 4, "temperature": 1.0, "seed": 9, "n": 2}),
+        (12, {"max_tokens": 4, "presence_penalty": 9.0}),
+    ]
+    asked = [(prompt(n, seed=n, start=base), SamplingParams(ignore_eos=True, **some)) for n, some in kinds]
+    want = [engine(kind, on=False).generate(*one)[0].samples for one in asked]
+    e, moved = engine(kind), 0
+    real = e.runner.prefill
+
+    def watched(chunks: Any, rows: Any) -> Any:
+        nonlocal moved
+        moved += sum(row.row_index != i and row.params.temperature > 0 for i, row in enumerate(rows))
+        return real(chunks, rows)
+
+    e.runner.prefill = watched  # type: ignore[method-assign]
+    e.generate(base, ONE)
+    e.submit(prompt(9, seed=30), SamplingParams(max_tokens=40, ignore_eos=True))
+    e.step()
+    ids = [e.submit(*one) for one in asked]
+    done = run_all(e)
+    assert [[s.token_ids for s in done[i].samples] for i in ids] == [[s.token_ids for s in some] for some in want]
+    assert moved >= 3
+    assert e.stats().prefill.hits > 3
+    drained(e)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_draw_that_fails_or_is_interrupted_loses_nothing(
+    call: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+):
+    """First the draw of a prefill batch, whose pages are written by then; second that of its further samples."""
+    e = engine()
+    base = prompt(8, seed=1)
+    params = SamplingParams(max_tokens=5, temperature=1.0, seed=7, n=2, repetition_penalty=1.3, ignore_eos=True)
+    asked = [prompt(11, seed=2, start=base), prompt(14, seed=3)]
+    want = [[s.token_ids for s in engine(on=False).generate(one, params)[0].samples] for one in asked]
+    e.generate(base, ONE)
+    ids = [e.submit(one, params) for one in asked]
+    calls, real = 0, e.programs.sample
+
+    def cut(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise error("injected")
+        return real(*args)
+
+    monkeypatch.setattr(e.programs, "sample", cut)
+    with pytest.raises(error, match="injected"):
+        e.step()
+    check(e)
+    assert e.stats().requests.prefill_failures == 1
+    done = run_all(e)
+    assert [[s.token_ids for s in done[i].samples] for i in ids] == want
     drained(e)
 
 

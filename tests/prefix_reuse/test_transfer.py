@@ -197,17 +197,55 @@ def test_reserved_memory_is_asked_for_at_once_and_is_free_afterwards(monkeypatch
     assert not any(ref() is not None for ref in alive)
 
 
-def test_memory_that_is_not_there_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    t, put = transfer(), jax.device_put
+@pytest.mark.parametrize("found", ["asking", "waiting"])
+def test_memory_that_is_not_there_is_an_error_at_once(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BUNDLE_BYTES", 1000)
+    t, put, asked = transfer(), jax.device_put, 0
 
-    def full(array: Any, place: Any) -> Any:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    def counted(array: Any, place: Any) -> Any:
+        nonlocal asked
         if place is t.bundles.host:
-            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+            asked += 1
+            if found == "asking":
+                fail()
         return put(array, place)
 
-    monkeypatch.setattr(module.jax, "device_put", full)
+    monkeypatch.setattr(module.jax, "device_put", counted)
+    if found == "waiting":
+        monkeypatch.setattr(module.jax, "block_until_ready", fail)
     with pytest.raises(TransferError, match=r"no pinned memory for 2\.0 GB of host pages: RESOURCE_EXHAUSTED"):
         t.reserve(2_000_000_000)
+    assert asked == 1
+
+
+@pytest.mark.parametrize("at", [0, 1, 3])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_what_was_reserved_is_free_while_somebody_has_the_error(
+    error: type[BaseException], at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who catches it and goes on without, or interrupts it, needs the memory for pages."""
+    monkeypatch.setattr(module, "BUNDLE_BYTES", 1000)
+    t, put = transfer(), jax.device_put
+    alive: list[weakref.ref[Any]] = []
+
+    def full(array: Any, place: Any) -> Any:
+        if len(alive) == at:
+            raise error("RESOURCE_EXHAUSTED")
+        out = put(array, place)
+        if place is t.bundles.host:
+            alive.append(weakref.ref(out))
+        return out
+
+    monkeypatch.setattr(module.jax, "device_put", full)
+    with pytest.raises(TransferError if error is RuntimeError else error, match="RESOURCE_EXHAUSTED") as raised:
+        t.reserve(9_000)
+    gc.collect()
+    assert raised.value.__traceback__ is not None
+    assert len(alive) == at
+    assert not any(ref() is not None for ref in alive)
 
 
 @pytest.mark.parametrize(
