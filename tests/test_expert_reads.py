@@ -105,7 +105,8 @@ def test_rows_that_choose_the_same_experts_are_counted_once(
             engine.step()
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("gpt_oss_mxfp4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss_mxfp4"])
 def test_the_experts_of_decoded_steps_are_those_of_a_forward_without_pages(name: str):
     model = models.load(TINY / name, dtype="float32")
     engine = engine_of(model, reuse=True)

@@ -41,7 +41,7 @@ def test_samples_of_one_request_differ_and_repeat_with_the_seed_in_any_batch():
     drained(e)
 
 
-@pytest.mark.parametrize("kind", ["llama", "hybrid"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("hybrid", marks=pytest.mark.slow)])
 def test_rows_of_every_kind_draw_beside_each_other_what_they_draw_alone(kind: str):
     """Greedy, random, penalised, several samples; prefilled in a batch in which rows have other places than in the table."""
     base = prompt(8, seed=1)
