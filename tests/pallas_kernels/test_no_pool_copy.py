@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.extend.core import ClosedJaxpr
 
 from pallas_kernels import append_kv, copy_within, gather_pages, layout, paged_decode_attention, ragged_paged_attention
 from pallas_kernels.testing.writes import temp_share
@@ -77,7 +76,7 @@ def _readers(jaxpr: Any, pool: Any) -> set[str]:
     found, names = set(), {pool}
     for equation in jaxpr.eqns:
         used = [i for i, var in enumerate(equation.invars) if not hasattr(var, "val") and var in names]
-        inner = [p.jaxpr for p in equation.params.values() if isinstance(p, ClosedJaxpr)]
+        inner = [p.jaxpr for p in equation.params.values() if hasattr(p, "jaxpr") and hasattr(p, "consts")]
         name = equation.primitive.name
         if used and name == "reshape":
             names.add(equation.outvars[0])

@@ -71,6 +71,7 @@ class TestSimulatedCopies(CopyPagesTests):
         assert not bits(got[1]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(SIMULATING, reason="this is the simulation")
 def test_simulated_kernels_have_the_shared_properties_and_no_race():
     root = pathlib.Path(__file__).parents[2]
