@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 from models.testing import reference_logits, tiny_hybrid, tiny_llama
 from prefix_reuse import Engine, EngineConfig, SamplingParams, device_pages
@@ -110,6 +112,18 @@ def last_batch(e: Engine) -> PrefillBatch:
     """The snapshot of the last prefill batch (B13)."""
     assert e.runner.last_prefill is not None
     return e.runner.last_prefill
+
+
+def fail_call(patch: pytest.MonkeyPatch, owner: Any, name: str, call: int, error: type[BaseException]) -> None:
+    """The `call`-th call of `owner.name`, counted from 1, raises `error("injected")`; all others go through."""
+    calls, real = itertools.count(1), getattr(owner, name)
+
+    def cut(*args: Any) -> Any:
+        if next(calls) == call:
+            raise error("injected")
+        return real(*args)
+
+    patch.setattr(owner, name, cut)
 
 
 def run_all(e: Any) -> dict[int, Any]:

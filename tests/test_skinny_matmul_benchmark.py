@@ -1,16 +1,12 @@
 """The experiment skinny_matmul without a GPU: simulated with race and bounds detection, lowered for CUDA, what is refused.
 
-The simulation runs in a process of its own, with more threads than a small machine has cores: see
-`test_ragged_mosaic_gpu`.
+The simulation runs in a process of its own, with more threads than a small machine has cores: see `simulator`.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import os
-import pathlib
-import subprocess
 import sys
 from typing import Any
 
@@ -18,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from simulator import run_simulator
 
 from benchmarks import skinny_matmul as benchmark
 from benchmarks.skinny_matmul_kernel import (
@@ -78,14 +75,7 @@ def simulate(names: list[str]) -> None:
 @pytest.mark.parametrize("cases", [CASES, pytest.param(SLOW_CASES, marks=pytest.mark.slow)], ids=["few", "all other"])
 def test_simulated_parts_agree_with_float64_without_races(cases: dict[str, Case]) -> None:
     """Each part is right by itself, in every row but those that are NaN."""
-    root = pathlib.Path(__file__).parents[1]
-    environment = {**os.environ, "NPROC": "48", "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
-    process = subprocess.run(
-        [sys.executable, __file__, *cases], capture_output=True, text=True, env=environment, timeout=500, check=False
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    assert "RACE" not in process.stdout + process.stderr
-    report = json.loads(process.stdout.splitlines()[-1])
+    report = run_simulator(__file__, cases, threads=48, timeout=500)
     assert list(report) == list(cases)
     for name, (tokens, _, columns, _, dtype, sizes) in cases.items():
         whole = sizes["splits"] == 1

@@ -1,15 +1,11 @@
 """Mosaic GPU decode without a GPU: simulated with race and bounds detection, lowered for CUDA, refused where it has no kernel.
 
-The simulation runs in a process of its own, with more threads than a small machine has cores: see
-`test_ragged_mosaic_gpu`.
+The simulation runs in a process of its own, with more threads than a small machine has cores: see `simulator`.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import pathlib
-import subprocess
 import sys
 from typing import Any
 
@@ -17,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from simulator import run_simulator
 
 import pallas_kernels as pk
 from pallas_kernels.paged_decode_attention import mosaic_gpu
@@ -79,13 +76,7 @@ def simulate(names: list[str]) -> None:
 
 def check_simulated(cases: list[PagedCase]) -> None:
     """Poison outside the rows, and columns of -1 that a window has passed, reach no output."""
-    root = pathlib.Path(__file__).parents[2]
-    environment = {**os.environ, "NPROC": "16", "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, __file__, *(case.name for case in cases)]
-    process = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
-    assert process.returncode == 0, process.stderr[-3000:]
-    assert "RACE" not in process.stdout + process.stderr
-    report = json.loads(process.stdout.splitlines()[-1])
+    report = run_simulator(__file__, (case.name for case in cases), threads=16, timeout=600)
     assert list(report) == [case.name for case in cases]
     for name, result in report.items():
         assert result["out"] <= 2 * result["reference"] + 1e-6, (name, result)

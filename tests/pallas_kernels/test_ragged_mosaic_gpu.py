@@ -1,15 +1,11 @@
 """Mosaic GPU prefill without a GPU: simulated with race and bounds detection, and lowered for CUDA.
 
-The simulator blocks one worker thread of XLA's CPU client per waiting warpgroup, so it needs more threads than a small
-machine has cores. Their number is fixed when the client starts: the simulation runs in a process of its own.
+The simulation runs in a process of its own, with more threads than a small machine has cores: see `simulator`.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import pathlib
-import subprocess
 import sys
 from typing import Any
 
@@ -17,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from simulator import run_simulator
 
 from pallas_kernels import layout
 from pallas_kernels.ragged_paged_attention import mosaic_gpu, mosaic_schedule, reference
@@ -109,14 +106,7 @@ def simulate(names: list[str]) -> None:
 
 
 def run_simulation(names: list[str]) -> dict[str, Any]:
-    root = pathlib.Path(__file__).parents[2]
-    environment = {**os.environ, "NPROC": "16", "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
-    process = subprocess.run(
-        [sys.executable, __file__, *names], capture_output=True, text=True, env=environment, timeout=600, check=False
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    assert "RACE" not in process.stdout + process.stderr
-    return json.loads(process.stdout.splitlines()[-1])
+    return run_simulator(__file__, names, threads=16, timeout=600)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Mosaic GPU shared-prefix decode without a GPU: simulated with race and bounds detection, and lowered for CUDA.
 
-The simulation runs in a process of its own, with more threads than a small machine has cores: see
-`test_ragged_mosaic_gpu`.
+The simulation runs in a process of its own, with more threads than a small machine has cores: see `simulator`.
 """
 
 from __future__ import annotations
@@ -9,9 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
-import pathlib
-import subprocess
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from simulator import run_simulator
 
 import pallas_kernels as pk
 from pallas_kernels import dispatch
@@ -119,14 +116,7 @@ def simulate(names: list[str]) -> None:
 
 
 def check_simulated(names: list[str]) -> None:
-    root = pathlib.Path(__file__).parents[2]
-    environment = {**os.environ, "NPROC": "16", "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
-    process = subprocess.run(
-        [sys.executable, __file__, *names], capture_output=True, text=True, env=environment, timeout=900, check=False
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    assert "RACE" not in process.stdout + process.stderr
-    for name, result in json.loads(process.stdout.splitlines()[-1]).items():
+    for name, result in run_simulator(__file__, names, threads=16, timeout=900).items():
         assert (result["tiles"] == 0) if result["nothing_shared"] else (result["tiles"] >= 3), name
         assert result["out"] <= 2 * result["reference"] + 1e-6, (name, result)
         assert result["lse"] < 1e-4, name

@@ -1,6 +1,6 @@
 """Mosaic GPU appends and page copies without a GPU: the shared properties in the simulator, and lowered for CUDA.
 
-The simulator needs more threads than a small machine has cores (see `test_ragged_mosaic_gpu`), so that the simulated
+The simulator needs more threads than a small machine has cores (see `simulator`), so that the simulated
 classes are collected by a pytest of their own, with race and bounds detection.
 """
 

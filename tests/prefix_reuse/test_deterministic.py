@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from determinism_helpers import Bits
-from engine_helpers import check, drained
+from engine_helpers import check, drained, fail_call
 from model_data import TINY
 
 import models
@@ -271,16 +271,7 @@ def test_a_draw_that_fails_or_is_interrupted_loses_nothing(
     want = [o.token_ids for o in engine(on=False).generate(tokens, params)]
     e = engine()
     ids = [e.submit(t, params) for t in tokens]
-    calls, real = 0, e.programs.sample
-
-    def cut(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            raise error("injected")
-        return real(*args)
-
-    monkeypatch.setattr(e.programs, "sample", cut)
+    fail_call(monkeypatch, e.programs, "sample", call, error)
     with pytest.raises(error, match="injected"):
         e.step()
     check(e)

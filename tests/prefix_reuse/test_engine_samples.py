@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_helpers import GREEDY, check, cold, drained, engine, index_of, prompt, run_all
+from engine_helpers import GREEDY, check, cold, drained, engine, fail_call, index_of, prompt, run_all
 
 from models.testing import toy_tokenizer
 from prefix_reuse import (
@@ -88,16 +88,7 @@ def test_a_draw_that_fails_or_is_interrupted_loses_nothing(
     want = [[s.token_ids for s in engine(on=False).generate(one, params)[0].samples] for one in asked]
     e.generate(base, ONE)
     ids = [e.submit(one, params) for one in asked]
-    calls, real = 0, e.programs.sample
-
-    def cut(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            raise error("injected")
-        return real(*args)
-
-    monkeypatch.setattr(e.programs, "sample", cut)
+    fail_call(monkeypatch, e.programs, "sample", call, error)
     with pytest.raises(error, match="injected"):
         e.step()
     check(e)
