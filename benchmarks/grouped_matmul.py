@@ -2,12 +2,13 @@
 
     python -m benchmarks.grouped_matmul OUT.json [--check] [--tokens 1,16,64,128,8192] [--only mxfp4] [--seconds 140]
 
-T tokens choose their experts at random. A chain walks through ROUTINGS choices and enough copies of the weights that no call
-finds its own in the L2. `ms` is wall time per call of a jitted loop (median, least and most of REPEATS differences between a
-long and a short one), the plan of tiles and adding up a row of each result included; `kernel_ms` the kernel alone by the
-profiler. The limit is the larger of bytes over 4.5 TB/s (weights of the experts that have rows, x and y, each once) and
-operations over 700 TFLOP/s. Every timed launch is compared with a float32 oracle on its own output; `--check` does that alone,
-with NaN in the weights of experts without rows.
+"chosen" is what the op takes by itself; every other label is a launch of one kernel. T tokens choose their experts at
+random. A chain walks through ROUTINGS choices and enough copies of the weights that no call finds its own in the L2. `ms` is
+wall time per call of a jitted loop (median, least and most of REPEATS differences between a long and a short one), the plan
+of tiles and adding up a row of each result included; `kernel_ms` the kernel alone by the profiler. The limit is the larger
+of bytes over 4.5 TB/s (weights of the experts that have rows, x and y, each once) and operations over 700 TFLOP/s. Every
+timed launch is compared with a float32 oracle on its own output; `--check` does that alone, with NaN in the weights of
+experts without rows.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ import numpy as np
 import pallas_kernels as pk
 from benchmarks.profiling import kernel_times
 from models.mxfp4 import dequantise
-from pallas_kernels.grouped_matmul.plan import rows_of_tile
+from pallas_kernels.grouped_matmul import mosaic_gpu
+from pallas_kernels.grouped_matmul.plan import FEW_ROWS, rows_of_tile
 from pallas_kernels.grouped_matmul.triton import grouped_matmul
 
 READ, MULTIPLY = 4.5e12, 700e12
@@ -68,19 +70,24 @@ def launch(block_m: int, block_n: int, block_k: int, warps: int, stages: int, sw
 # block_n, block_k, warps, stages, swap
 FEW = {
     "mxfp4": [
-        (64, 256, 4, 3, 1), (64, 256, 4, 4, 1), (128, 256, 8, 3, 1),
-        (128, 256, 4, 3, 1), (32, 256, 4, 4, 1), (64, 128, 4, 4),
+        (64, 256, 4, 4, 1), (64, 128, 4, 4),
     ],
     "bfloat16": [(32, 128, 4, 4), (64, 128, 4, 3), (64, 64, 4, 6), (64, 128, 4, 4, 1), (128, 64, 4, 4, 1)],
 }  # fmt: skip
 # block_n, block_w, warps of the kernel for a few rows of MXFP4 weights
 VECTOR = [(4, 256, 1), (8, 256, 1), (2, 256, 1), (4, 128, 1), (8, 256, 2), (16, 256, 4)]
 VECTOR_TOKENS = 4
+# rows of a tile -> consumers, bk, stages, blocks, group_m of the Mosaic kernel, beside its own
+MOSAIC = {
+    16: [(3, 256, 5, 1, 8), (2, 256, 3, 2, 8), (4, 128, 8, 1, 8)],
+    32: [(3, 256, 4, 1, 8), (4, 128, 6, 1, 8)],
+    64: [(3, 128, 5, 1, 8), (2, 128, 7, 1, 8)],
+    128: [(3, 128, 3, 1, 8), (4, 64, 4, 1, 8), (2, 128, 4, 1, 8)],
+}
 # block_m, then as above, then group_m
 MANY = {
     "mxfp4": [
-        (128, 128, 128, 8, 3, 1), (128, 128, 128, 8, 3), (128, 256, 128, 8, 2, 1),
-        (64, 128, 128, 4, 3, 1), (128, 128, 256, 8, 2, 1), (256, 128, 128, 8, 2, 1),
+        (128, 128, 128, 8, 3, 1), (128, 256, 128, 8, 2, 1),
     ],
     "bfloat16": [
         (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3),
@@ -90,7 +97,7 @@ MANY = {
 
 
 def launches(case: Case, tokens: int) -> list[dict[str, int] | None]:
-    """What to time; None is the launch that the op chooses."""
+    """What to time of the Triton kernel; None is its own launch."""
     rows = rows_of_tile(tokens * case.k, case.experts, False)
     if rows == 128:
         return [None, *(launch(*values) for values in MANY[case.kind])]
@@ -101,6 +108,15 @@ def launches(case: Case, tokens: int) -> list[dict[str, int] | None]:
         names = ("block_n", "block_w", "num_warps")
         tried += [{"most_rows": tokens * case.k, **dict(zip(names, values, strict=True))} for values in VECTOR]
     return tried
+
+
+def mosaic_launches(case: Case, tokens: int) -> list[dict[str, int]]:
+    """What to time of the Mosaic kernel, which takes no calls of a few rows."""
+    block_m = rows_of_tile(tokens * case.k, case.experts, False)
+    names = ("consumers", "bk", "stages", "blocks", "group_m")
+    if case.kind != "mxfp4" or tokens * case.k <= FEW_ROWS:
+        return []
+    return [{"block_m": block_m, **dict(zip(names, values, strict=True))} for values in MOSAIC[block_m]]
 
 
 def make_weights(case: Case, number: int) -> Any:
@@ -137,10 +153,13 @@ def ragged_dot(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
 
 def calls_of(case: Case, tokens: int) -> dict[str, Any]:
     """Label -> function of (x, weight, group sizes)."""
-    calls = {}
+    calls: dict[str, Any] = {"chosen": pk.grouped_matmul}
     for config in launches(case, tokens):
         run = functools.partial(grouped_matmul, bias=None, fixed_tile=False, config=config)
-        calls["chosen" if config is None else json.dumps(config)] = run
+        calls["triton" if config is None else json.dumps(config)] = run
+    for config in mosaic_launches(case, tokens):
+        run = functools.partial(mosaic_gpu.grouped_matmul, bias=None, fixed_tile=False, config=config)
+        calls[f"mosaic {json.dumps(config)}"] = run
     if case.kind == "bfloat16":
         calls["ragged_dot"] = ragged_dot
     return calls

@@ -39,9 +39,12 @@ PREFERENCE: dict[str, tuple[str, tuple[str, ...]]] = {
     "scatter_pages": ("copy_pages", ("triton", "mosaic_gpu", "reference")),
     "copy_within": ("copy_pages", ("triton", "mosaic_gpu", "reference")),
 }
-# (op, head_dim) -> order of its own: Mosaic reads heads of 256 at 1.02 ms where Triton takes 1.48 (benchmarks/KERNELS.md).
-PREFERENCE_OF_HEADS: dict[tuple[str, int], tuple[str, ...]] = {
+# (op, case) -> order of its own; a case is the last axis of the first argument, or what the op calls it.
+PREFERENCE_OF_CASES: dict[tuple[str, int | str], tuple[str, ...]] = {
+    # Mosaic reads heads of 256 at 1.02 ms where Triton takes 1.48 (benchmarks/KERNELS.md).
     ("paged_decode_attention", 256): ("mosaic_gpu", "triton", "reference"),
+    # Mosaic unpacks while it multiplies: 1.4 to 1.9 times as fast (benchmarks/GROUPED_MATMUL.md).
+    ("grouped_matmul", "mxfp4"): ("mosaic_gpu", "triton", "reference"),
 }
 NO_MOSAIC = "Mosaic GPU kernels need Hopper (compute capability 9.0) or later."
 IMPLEMENTATIONS = ("reference", "triton", "mosaic_gpu")
@@ -108,8 +111,10 @@ def load(op: str, implementation: str, function: str | None = None) -> Callable[
     return found
 
 
-def call(op: str, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+def call(op: str, implementation: str | None, *args: Any, case: str | None = None, **kwargs: Any) -> Any:
     """Trace `op` with the named implementation, or with the best one for the device the trace is for.
+
+    `case`: a key of `PREFERENCE_OF_CASES`; None is the last axis of the first argument.
 
     Raises:
         NotImplementedError: the named implementation does not exist or does not support these arguments. Never raised
@@ -119,8 +124,7 @@ def call(op: str, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
         result = load(op, implementation)(*args, **kwargs)
         _calls[op, implementation] += 1
         return result
-    last_axis = args[0].shape[-1]
-    for name in _preferred(op, last_axis):
+    for name in _preferred(op, case or args[0].shape[-1]):
         if name == "reference":
             break
         try:
@@ -149,10 +153,10 @@ def candidates(op: str, implementation: str | None, head_dim: int) -> tuple[str,
     return tuple(name for name in _preferred(op, head_dim) if name != "mosaic_gpu" or not _before_hopper())
 
 
-def _preferred(op: str, last_axis: int) -> tuple[str, ...]:
+def _preferred(op: str, case: int | str) -> tuple[str, ...]:
     if _platform() not in ("gpu", "cuda"):
         return ("reference",)
-    return PREFERENCE_OF_HEADS.get((op, last_axis), PREFERENCE[op][1])
+    return PREFERENCE_OF_CASES.get((op, case), PREFERENCE[op][1])
 
 
 def _count_fallback(op: str, name: str, error: Exception) -> None:

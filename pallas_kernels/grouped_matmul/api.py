@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import checks, dispatch
 from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, Mxfp4, padded_scales
-from pallas_kernels.grouped_matmul.plan import TilePlan, count_tiles
+from pallas_kernels.grouped_matmul.plan import FEW_ROWS, TilePlan, count_tiles
 
 
 def grouped_matmul(
@@ -38,7 +38,7 @@ def grouped_matmul(
         tiles: what `plan_tiles` makes of `group_sizes`, as `route_experts` gives it; used where its tiles have the size that
             is wanted here. Tiles of another number of rows or groups are refused.
         fixed_tile: use one tile for every N, so that a row has equal bits in calls of different N.
-        implementation: "reference", "triton", or None for the best on this device.
+        implementation: "reference", "triton", "mosaic_gpu" (MXFP4 in bf16, no fixed tile), or None for the best on this device.
 
     Returns:
         `[N, out]` in x's dtype.
@@ -74,5 +74,12 @@ def grouped_matmul(
         raise ValueError(
             f"{num_rows} rows of {groups} groups make {count} tiles of {tiles.block}, got {tiles.group.shape}"
         )
-    options = {"bias": bias, "rows": rows, "tiles": tiles, "fixed_tile": fixed_tile}
+    packed = isinstance(weight, Mxfp4) and x.dtype == jnp.bfloat16 and not fixed_tile and num_rows > FEW_ROWS
+    options = {
+        "bias": bias,
+        "rows": rows,
+        "tiles": tiles,
+        "fixed_tile": fixed_tile,
+        "case": "mxfp4" if packed else None,
+    }
     return dispatch.call("grouped_matmul", implementation, x, weight, group_sizes, **options)

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from pallas_kernels.pallas_gpu import power_of_two
 
 FIXED_ROWS = 64
+FEW_ROWS = 8
+"""Rows up to which MXFP4 weights are multiplied without tensor cores."""
 
 
 @functools.partial(

@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.grouped_matmul import triton_vector
 from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, CODES, WORDS, Mxfp4
-from pallas_kernels.grouped_matmul.plan import TilePlan, count_tiles, plan_tiles, rows_of_tile
+from pallas_kernels.grouped_matmul.plan import FEW_ROWS, TilePlan, count_tiles, plan_tiles, rows_of_tile
 from pallas_kernels.grouped_matmul.unpack import columns_of, factors_of, unpack
 from pallas_kernels.pallas_gpu import dot, interpret_here, power_of_two, triton_call, tuned
 
@@ -31,7 +31,7 @@ DEFAULTS = {
     "mxfp4 M128": {"block_n": 128, "block_k": 128, "num_warps": 8, "num_stages": 3, "swap": 1},
     "float32": {"block_n": 64, "block_k": 32, "num_warps": 4, "num_stages": 2},
 }
-VECTOR = {"most_rows": 8, "block_n": 2, "block_w": 256, "num_warps": 1}
+VECTOR = {"most_rows": FEW_ROWS, "block_n": 2, "block_w": 256, "num_warps": 1}
 """Of `triton_vector`, which takes calls of at most so many rows of MXFP4 weights."""
 
 

@@ -23,9 +23,9 @@ def columns_of(word):
     return jax.lax.div(word, WORDS) * BLOCK + jax.lax.rem(word, WORDS)
 
 
-# The compiler does what two of them share once.
+# The code at each place of two words, in register c. The compiler does what two of them share once.
 _EXCHANGE = "prmt.b32 b, $1, $1, 0x2301;"
-_PLACES = (
+PLACES = (
     "and.b32 c, $1, 0x81C081C0;",
     "shl.b32 c, $1, 4; lop3.b32 c, c, $1, 0x81C081C0, 0x28;",  # (c ^ $1) & mask
     f"{_EXCHANGE} shl.b32 c, b, 2; lop3.b32 c, c, b, 0x81C081C0, 0x28;",
@@ -43,7 +43,7 @@ def unpack(words, factor, place, interpret):
     if interpret:
         return value_of(words, place) * (factor * jnp.asarray(2.0**-126, factor.dtype))
     (weights,) = pltriton.elementwise_inline_asm(
-        f"{{ .reg .b32 b, c; {_PLACES[place]} mul.rn.bf16x2 $0, c, $2; }}",
+        f"{{ .reg .b32 b, c; {PLACES[place]} mul.rn.bf16x2 $0, c, $2; }}",
         args=[words, factor],
         constraints="=r,r,r",
         pack=2,
@@ -76,7 +76,7 @@ def add_products(acc, words, factor, x, interpret):
 
 def _adding(place):
     """One place: operands 2 and 3 are two words and their factors, then come two numbers for each place and two sums."""
-    code = _PLACES[place].replace("$1", "$2")
+    code = PLACES[place].replace("$1", "$2")
     first = 4 + 2 * place
     return (
         f"{code} mul.rn.bf16x2 c, c, $3; shl.b32 d, c, 16; and.b32 c, c, 0xFFFF0000; mov.b32 x, d; mov.b32 y, c; "

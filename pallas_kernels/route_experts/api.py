@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from typing import NamedTuple
 
 import jax
@@ -72,5 +74,5 @@ def route_experts(
     if tokens == 0:
         none = jnp.zeros((0, k), jnp.int32)
         return Routing(jnp.zeros((0, k)), none, none, none.reshape(-1), jnp.zeros(experts, jnp.int32), None)
-    options = {"softmax_first": softmax_first, "normalise": normalise, "fixed_tile": fixed_tile}
+    options: dict[str, Any] = {"softmax_first": softmax_first, "normalise": normalise, "fixed_tile": fixed_tile}
     return dispatch.call("route_experts", implementation, logits, k, bias=bias, **options)

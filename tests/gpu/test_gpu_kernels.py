@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import pallas_kernels
+from models.mxfp4 import dequantise
+from pallas_kernels import grouped_matmul
 from pallas_kernels.layout import pool_shape
 from pallas_kernels.ragged_paged_attention import mosaic_gpu
 from pallas_kernels.testing import (
@@ -20,6 +24,7 @@ from pallas_kernels.testing import (
     RouteExpertsTests,
     RowInvariantMatmulTests,
     make_inputs,
+    random_mxfp4,
 )
 
 pytestmark = pytest.mark.gpu
@@ -129,6 +134,69 @@ class TestMosaicPrefill:
 
 class TestDispatchedGroupedMatmul(GroupedMatmulTests):
     implementation = None  # type: ignore[assignment]
+
+
+class TestMosaicGroupedMatmul(GroupedMatmulTests):
+    """MXFP4 weights, unpacked in registers: against float64, in every tile; nothing is skipped."""
+
+    def packed(self, seed: int, sizes: list[int], outputs: int = 320, columns: int = 704) -> tuple[Any, ...]:
+        """x with NaN in rows of no group, weights (their scales too large where no row may look), true weights, bias."""
+        rng = np.random.default_rng(seed)
+        blocks, scales, true = random_mxfp4(rng, (len(sizes), outputs, columns))
+        scales[np.asarray(sizes) == 0] = 129
+        x = rng.standard_normal((sum(sizes) + 3, columns)).astype(jnp.bfloat16)
+        x[sum(sizes) :] = np.nan
+        bias = rng.standard_normal((len(sizes), outputs)).astype(jnp.bfloat16)
+        return jnp.asarray(x), pallas_kernels.Mxfp4.pack(blocks, scales), true, jnp.asarray(bias)
+
+    @pytest.mark.parametrize(
+        "sizes", [[0, 1, 16, 17, 0, 3], [40, 0, 33, 1, 9, 7], [64, 65, 0, 63, 1, 40], [0, 300, 1, 200, 0, 130]]
+    )
+    @pytest.mark.parametrize(("outputs", "columns"), [(320, 704), (64, 64), (192, 128), (576, 2880)])
+    def test_mxfp4_of_every_tile_and_shape(self, sizes: list[int], outputs: int, columns: int) -> None:
+        """Tiles of 16, 32, 64 and 128 rows, a last tile of outputs that is not full, a last stage that is not."""
+        x, weight, true, bias = self.packed(1, sizes, outputs, columns)
+        y = np.asarray(grouped_matmul(x, weight, jnp.asarray(sizes, jnp.int32), bias=bias, implementation="mosaic_gpu"))
+        self.check(y, x, true, sizes, "bfloat16", bias)
+
+    def test_rows_are_picked_and_have_bits_of_their_own(self) -> None:
+        """In another order and beside other rows of its group, in tiles of the same size."""
+        sizes = [40, 0, 33, 1, 9, 7]
+        x, weight, _, bias = self.packed(2, sizes)
+        options = {"bias": bias, "implementation": "mosaic_gpu"}
+        y = np.asarray(grouped_matmul(x, weight, jnp.asarray(sizes, jnp.int32), **options))
+        rng = np.random.default_rng(3)
+        order = rng.permutation(len(x)).astype(np.int32)
+        picked = grouped_matmul(
+            x[np.argsort(order)], weight, jnp.asarray(sizes, jnp.int32), rows=jnp.asarray(order), **options
+        )
+        np.testing.assert_array_equal(np.asarray(picked).view(np.uint16), y.view(np.uint16))
+        turned = np.concatenate([np.roll(np.arange(40), 7), np.arange(40, len(x))])
+        again = np.asarray(grouped_matmul(x[turned], weight, jnp.asarray(sizes, jnp.int32), **options))
+        np.testing.assert_array_equal(again.view(np.uint16), y[turned].view(np.uint16))
+
+    @pytest.mark.parametrize("rows", [16, 64, 128])
+    def test_every_code_under_every_scale_is_exact(self, rows: int) -> None:
+        rng = np.random.default_rng(4)
+        blocks = rng.permuted(np.arange(256, dtype=np.uint8).repeat(24)[: 192 * 32].reshape(1, 192, 2, 16))
+        scales = (np.arange(192 * 2) % 129).astype(np.uint8).reshape(1, 192, 2)
+        weight = pallas_kernels.Mxfp4.pack(blocks, scales)
+        true, large = (
+            dequantise(blocks, scales)[0],
+            np.repeat(scales[0] > 2, 32, axis=1),
+        )  # smaller ones may be denormal
+        eye = jnp.tile(jnp.eye(64, dtype=jnp.bfloat16), (max(1, rows // 64), 1))[:rows]
+        y = grouped_matmul(eye, weight, jnp.asarray([rows], jnp.int32), implementation="mosaic_gpu")
+        got = np.asarray(y.astype(jnp.float32)).T
+        for column in range(rows):
+            same = large[:, column % 64]
+            np.testing.assert_array_equal(got[same, column], true[same, column % 64])
+
+    def test_cuda_dispatch_picks_it(self) -> None:
+        x, weight, _, bias = self.packed(5, [20, 0, 4])
+        pallas_kernels.reset_dispatch_report()
+        jax.jit(grouped_matmul)(x, weight, jnp.asarray([20, 0, 4], jnp.int32), bias=bias)
+        assert pallas_kernels.dispatch_report()["grouped_matmul"] == {"mosaic_gpu": 1, "fallback_reasons": {}}
 
 
 class TestDispatchedRouting(RouteExpertsTests):
