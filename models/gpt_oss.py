@@ -294,8 +294,8 @@ def experts_mlp(c: GptOssConfig, layer: Params, x: jax.Array) -> ExpertSum:
     logits = router_logits(x, layer["router"])
     routing = route(logits, c.experts_per_token, bias=layer["router_bias"], softmax_first=False)
     gate_up = grouped_linear(x, layer["gate_up"], routing, layer["gate_up_bias"], of_tokens=True)
-    hidden = clamped_swiglu(gate_up, c.swiglu_limit)
-    return combine(grouped_linear(hidden, layer["down"], routing, layer["down_bias"]), routing)
+    swiglu = partial(clamped_swiglu, limit=c.swiglu_limit)
+    return combine(grouped_linear(gate_up, layer["down"], routing, layer["down_bias"], activation=swiglu), routing)
 
 
 def clamped_swiglu(gate_up: jax.Array, limit: float) -> jax.Array:

@@ -10,7 +10,7 @@ them for the routing, the first matmul reads tokens where they are, and the norm
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +64,7 @@ def grouped_linear(
     bias: jax.Array | None = None,
     *,
     of_tokens: bool = False,
+    activation: Callable[[jax.Array], jax.Array] | None = None,
     fixed_tile: bool | None = None,
 ) -> jax.Array:
     """Each pair's row times the weight of its expert.
@@ -74,6 +75,7 @@ def grouped_linear(
         routing: which expert each pair belongs to.
         bias: [E, out] or None.
         of_tokens: x is not sorted: a pair's row is that of its token.
+        activation: from rows of x to [R, in], before they are multiplied; see `pallas_kernels.grouped_matmul`.
         fixed_tile: equal bits of a row in calls of different T, see `pallas_kernels.grouped_matmul`; None = where row-invariant
             matmuls are asked for (`pallas_kernels.row_invariance`).
 
@@ -82,7 +84,16 @@ def grouped_linear(
     """
     fixed = row_invariance() is not None if fixed_tile is None else fixed_tile
     rows = routing.tokens if of_tokens else None
-    return grouped_matmul(x, weight, routing.group_sizes, bias=bias, rows=rows, tiles=routing.tiles, fixed_tile=fixed)
+    return grouped_matmul(
+        x,
+        weight,
+        routing.group_sizes,
+        bias=bias,
+        rows=rows,
+        activation=activation,
+        tiles=routing.tiles,
+        fixed_tile=fixed,
+    )
 
 
 def combine(out: jax.Array, routing: Routing) -> ExpertSum:

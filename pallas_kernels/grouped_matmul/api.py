@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -17,6 +20,7 @@ def grouped_matmul(
     *,
     bias: jax.Array | None = None,
     rows: jax.Array | None = None,
+    activation: Callable[[jax.Array], jax.Array] | None = None,
     tiles: TilePlan | None = None,
     fixed_tile: bool = False,
     implementation: str | None = None,
@@ -35,6 +39,8 @@ def grouped_matmul(
         bias: `[E, out]`, any float dtype, added in float32; or None.
         rows: int32 `[N]`, which row of x `[M, in]` each of the N rows is, 0 to M - 1; None: x has them in order. Read as they
             are needed, so that no sorted copy of x is made.
+        activation: what to make of rows of x, `[R, any]` in its dtype, before they are multiplied, `[R, in]` in its dtype,
+            each row by itself; None: x as it is. An implementation that moves rows does both at once.
         tiles: what `plan_tiles` makes of `group_sizes`, as `route_experts` gives it; used where its tiles have the size that
             is wanted here. Tiles of another number of rows or groups are refused.
         fixed_tile: use one tile for every N, so that a row has equal bits in calls of different N.
@@ -48,8 +54,11 @@ def grouped_matmul(
     """
     if x.ndim != 2 or x.dtype not in checks.FLOAT_DTYPES:
         raise ValueError(f"x must be [N, in] in f32, bf16 or f16, got {x.dtype} {x.shape}")
-    if weight.ndim != 3 or weight.shape[2] != x.shape[1]:
-        raise ValueError(f"weight must be [E, out, {x.shape[1]}] for x {x.shape}, got {weight.shape}")
+    made = x if activation is None else jax.eval_shape(activation, x)
+    if made.ndim != 2 or made.shape[0] != x.shape[0] or made.dtype != x.dtype:
+        raise ValueError(f"activation must make {x.dtype} [{x.shape[0]}, in] of x, got {made.dtype} {made.shape}")
+    if weight.ndim != 3 or weight.shape[2] != made.shape[1]:
+        raise ValueError(f"weight must be [E, out, {made.shape[1]}] for x {made.shape}, got {weight.shape}")
     groups, out, columns = weight.shape
     if isinstance(weight, Mxfp4):
         scales = (groups, out, padded_scales(columns))
@@ -75,11 +84,14 @@ def grouped_matmul(
             f"{num_rows} rows of {groups} groups make {count} tiles of {tiles.block}, got {tiles.group.shape}"
         )
     packed = isinstance(weight, Mxfp4) and x.dtype == jnp.bfloat16 and not fixed_tile and num_rows > FEW_ROWS
-    options = {
-        "bias": bias,
-        "rows": rows,
-        "tiles": tiles,
-        "fixed_tile": fixed_tile,
-        "case": "mxfp4" if packed else None,
-    }
-    return dispatch.call("grouped_matmul", implementation, x, weight, group_sizes, **options)
+    options: dict[str, Any] = {"bias": bias, "rows": rows, "activation": activation, "tiles": tiles}
+    return dispatch.call(
+        "grouped_matmul",
+        implementation,
+        x,
+        weight,
+        group_sizes,
+        case="mxfp4" if packed else None,
+        fixed_tile=fixed_tile,
+        **options,
+    )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -94,6 +95,7 @@ def grouped_matmul(
     *,
     bias: jax.Array | None,
     rows: jax.Array | None = None,
+    activation: Callable[[jax.Array], jax.Array] | None = None,
     tiles: TilePlan | None = None,
     fixed_tile: bool,
     config: dict[str, int] | None = None,
@@ -143,7 +145,11 @@ def grouped_matmul(
         raise NotImplementedError(
             f"{columns} columns take more shared memory than a block has ({shared_bytes(s)} bytes)."
         )
-    return _matmul(x, weight, tiles, rows, bias, s=s, interpret=interpret)
+    # Tiles of x on their own: a TMA copy into swizzled memory begins at a multiple of 8 rows.
+    row = jnp.minimum(tiles.begin[:, None] + jnp.arange(block_m, dtype=jnp.int32)[None, :], num_rows - 1).reshape(-1)
+    x = x[row if rows is None else rows[row]]
+    x = x if activation is None else activation(x)
+    return _matmul(x, weight, tiles, bias, s=s, interpret=interpret)
 
 
 def shared_bytes(s: Shape) -> int:
@@ -168,15 +174,13 @@ def _multiprocessors(simulate: bool) -> int:
 
 
 @functools.partial(jax.jit, static_argnames=("s", "interpret"))
-def _matmul(x, weight, plan, rows, bias, *, s, interpret):
-    # Tiles of x on their own: a TMA copy into swizzled memory begins at a multiple of 8 rows.
-    row = jnp.minimum(plan.begin[:, None] + jnp.arange(s.rows, dtype=jnp.int32)[None, :], s.num_rows - 1).reshape(-1)
+def _matmul(x, weight, plan, bias, *, s, interpret):
     arrays = {
         "group": plan.group,
         "begin": plan.begin,
         "end": plan.end,
         "used": plan.used.reshape(1),
-        "x": x[row if rows is None else rows[row]],
+        "x": x,
         "blocks": weight.blocks,
         "scales": weight.scales,
     }

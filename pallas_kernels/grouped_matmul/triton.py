@@ -8,6 +8,7 @@ time (see `mxfp4.py`).
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,7 @@ def grouped_matmul(
     *,
     bias: jax.Array | None,
     rows: jax.Array | None = None,
+    activation: Callable[[jax.Array], jax.Array] | None = None,
     tiles: TilePlan | None = None,
     fixed_tile: bool,
     config: dict[str, int] | None = None,
@@ -52,6 +54,7 @@ def grouped_matmul(
     weight is the left operand of the tensor cores, which on Hopper can come from registers; `group_m`: tiles of rows that go
     through the outputs together; or, with `most_rows`, those of `triton_vector`.
     """
+    x = x if activation is None else activation(x)
     packed = isinstance(weight, Mxfp4)
     if packed and x.dtype == jnp.float16:
         raise NotImplementedError("MXFP4 weights of float16 activations: their range is too small for the scales.")

@@ -24,7 +24,12 @@ SIZES = {
 }
 
 
-_jitted = jax.jit(grouped_matmul, static_argnames=("fixed_tile", "implementation"))
+_jitted = jax.jit(grouped_matmul, static_argnames=("activation", "fixed_tile", "implementation"))
+
+
+def _product_of_halves(x: jax.Array) -> jax.Array:
+    gate, up = jnp.split(x, 2, axis=-1)
+    return gate * up
 
 
 def random_mxfp4(rng: np.random.Generator, shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -115,6 +120,19 @@ class GroupedMatmulTests:
         rows = rng.permutation(len(x)).astype(np.int32)
         picked = self.run(x[np.argsort(rows)], weight, sizes, rows=jnp.asarray(rows), bias=jnp.asarray(bias))
         np.testing.assert_array_equal(picked.view(np.uint8), y.view(np.uint8))
+
+    @pytest.mark.parametrize("fixed_tile", [False, True])
+    def test_an_activation_is_what_x_goes_through_first(self, fixed_tile: bool) -> None:
+        """By itself and where rows are picked; it may change the number of columns."""
+        rng, sizes = np.random.default_rng(7), SIZES["mixed"]
+        blocks, scales, _ = random_mxfp4(rng, (6, 40, 96))
+        weight, bias = Mxfp4.pack(blocks, scales), jnp.asarray(rng.standard_normal((6, 40)))
+        x = rng.standard_normal((sum(sizes) + 5, 192)).astype(np.float32)
+        options = {"bias": bias, "fixed_tile": fixed_tile}
+        for rows in (None, jnp.asarray(rng.permutation(len(x)).astype(np.int32))):
+            got = self.run(x, weight, sizes, rows=rows, activation=_product_of_halves, **options)
+            want = self.run(np.asarray(_product_of_halves(jnp.asarray(x))), weight, sizes, rows=rows, **options)
+            np.testing.assert_array_equal(got, want)
 
     @pytest.mark.parametrize(
         ("packed", "dtype"),

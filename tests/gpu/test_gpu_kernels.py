@@ -136,7 +136,7 @@ class TestDispatchedGroupedMatmul(GroupedMatmulTests):
     implementation = None  # type: ignore[assignment]
 
 
-class TestMosaicGroupedMatmul(GroupedMatmulTests):
+class TestMosaicGroupedMatmul:
     """MXFP4 weights, unpacked in registers: against float64, in every tile; nothing is skipped."""
 
     def packed(self, seed: int, sizes: list[int], outputs: int = 320, columns: int = 704) -> tuple[Any, ...]:
@@ -157,7 +157,7 @@ class TestMosaicGroupedMatmul(GroupedMatmulTests):
         """Tiles of 16, 32, 64 and 128 rows, a last tile of outputs that is not full, a last stage that is not."""
         x, weight, true, bias = self.packed(1, sizes, outputs, columns)
         y = np.asarray(grouped_matmul(x, weight, jnp.asarray(sizes, jnp.int32), bias=bias, implementation="mosaic_gpu"))
-        self.check(y, x, true, sizes, "bfloat16", bias)
+        GroupedMatmulTests().check(y, x, true, sizes, "bfloat16", bias)
 
     def test_rows_are_picked_and_have_bits_of_their_own(self) -> None:
         """In another order and beside other rows of its group, in tiles of the same size."""
@@ -174,6 +174,19 @@ class TestMosaicGroupedMatmul(GroupedMatmulTests):
         turned = np.concatenate([np.roll(np.arange(40), 7), np.arange(40, len(x))])
         again = np.asarray(grouped_matmul(x[turned], weight, jnp.asarray(sizes, jnp.int32), **options))
         np.testing.assert_array_equal(again.view(np.uint16), y[turned].view(np.uint16))
+
+    def test_an_activation_is_what_x_goes_through_first(self) -> None:
+        sizes = [40, 0, 33, 1, 9, 7]
+        x, weight, _, bias = self.packed(6, sizes)
+        wide = jnp.concatenate([x, x[:, ::-1]], axis=1)
+
+        def activation(x: jax.Array) -> jax.Array:
+            return (x[:, :704].astype(jnp.float32) + x[:, 704:].astype(jnp.float32)).astype(x.dtype)
+
+        options = {"bias": bias, "implementation": "mosaic_gpu"}
+        got = grouped_matmul(wide, weight, jnp.asarray(sizes, jnp.int32), activation=activation, **options)
+        want = grouped_matmul(activation(wide), weight, jnp.asarray(sizes, jnp.int32), **options)
+        np.testing.assert_array_equal(np.asarray(got).view(np.uint16), np.asarray(want).view(np.uint16))
 
     @pytest.mark.parametrize("rows", [16, 64, 128])
     def test_every_code_under_every_scale_is_exact(self, rows: int) -> None:

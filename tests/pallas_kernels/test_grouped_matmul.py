@@ -140,6 +140,8 @@ def test_what_does_not_fit_is_refused():
         (lambda: pk.grouped_matmul(x, weight.astype(jnp.bfloat16), sizes), "cast x"),
         (lambda: pk.grouped_matmul(x, weight, sizes[:2]), "group_sizes must be int32"),
         (lambda: pk.grouped_matmul(x, weight, sizes, bias=weight[0]), "bias must be"),
+        (lambda: pk.grouped_matmul(x, weight, sizes, activation=lambda x: x[:, :32]), r"weight must be \[E, out, 32\]"),
+        (lambda: pk.grouped_matmul(x, weight, sizes, activation=lambda x: x[:2]), "activation must make"),
         (lambda: pk.grouped_matmul(x, pk.Mxfp4(packed.blocks, packed.scales[..., :2]), sizes), "scales of"),
         (lambda: pk.grouped_matmul(x, pk.Mxfp4(packed.blocks, packed.scales.astype(jnp.int32)), sizes), "uint8 scales"),
     ):

@@ -47,11 +47,16 @@ BOTH = frozenset({"bias", "rows"})
 CASES = {
     # A group of three tiles, an empty one, one whose tile is full; a tile of outputs that is half outside; padding.
     "half_a_tile_of_outputs": Simulated((3, 0, 36, 16), 5, 192, 192, config(16, 2, 128, 2), BOTH),
-    "one_part_a_stage": Simulated((1, 25, 2), 0, 128, 320, config(16, 1, 64, 3), frozenset({"bias"})),
+    "one_part_a_stage": Simulated((1, 25, 2), 0, 128, 320, config(16, 1, 64, 3), frozenset({"activation"})),
     "only_padding": Simulated((0, 0), 9, 64, 64, config(16, 1, 64, 2), BOTH, slow=True),
     "wide_stages": Simulated((9, 0, 40), 0, 256, 320, config(32, 2, 256, 2, group_m=1), frozenset({"rows"}), slow=True),
     "more_blocks_than_items": Simulated((4, 3), 1, 64, 128, config(16, 1, 128, 1, blocks=3), slow=True),
 }
+
+
+def sum_of_halves(x: jax.Array) -> jax.Array:
+    """bf16 `[R, 2 K]` to `[R, K]`."""
+    return jnp.sum(x.reshape(x.shape[0], 2, -1).astype(jnp.float32), axis=1).astype(x.dtype)
 
 
 def problem(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -75,6 +80,8 @@ def problem(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         "rows": jnp.asarray(rows, jnp.int32) if "rows" in case.options else None,
         "fixed_tile": False,
     }
+    if "activation" in case.options:
+        x, options["activation"] = np.concatenate([x / 2, x * 1.5], axis=1), sum_of_halves
     return (jnp.asarray(x, jnp.bfloat16), weight, jnp.asarray(case.sizes, jnp.int32)), options
 
 
