@@ -184,6 +184,7 @@ def lowered(tokens: int, outputs: int, columns: int, groups: int = 4, **options:
         (64, 2880, 2880),
         (100, 64, 64),
         (9, 192, 128),
+        (40, 64, 8192),  # as many scales as one copy takes
         pytest.param(500, 5760, 2880, marks=pytest.mark.slow),
     ],
 )
@@ -231,6 +232,13 @@ def test_which_calls_it_takes(tokens, dtype, fixed_tile, outputs, before_hopper,
     dispatch.reset_dispatch_report()
 
 
+@pytest.mark.parametrize("rows", [None, np.arange(20, dtype=np.int32)])
+def test_numpy_arrays_go_with_traced_sizes(rows: np.ndarray | None) -> None:
+    x, weight = np.ones((20, 64), jnp.bfloat16), pk.Mxfp4.pack(*random_mxfp4(np.random.default_rng(0), (2, 64, 64))[:2])
+    run = functools.partial(pk.grouped_matmul, x, weight, rows=rows, implementation="mosaic_gpu")
+    assert jax.eval_shape(run, jnp.asarray([20, 0], jnp.int32)).shape == (20, 64)
+
+
 @pytest.mark.parametrize(
     ("weight", "dtype", "options", "message"),
     [
@@ -239,7 +247,8 @@ def test_which_calls_it_takes(tokens, dtype, fixed_tile, outputs, before_hopper,
         ((2, 64, 96), jnp.bfloat16, {"packed": True}, "64 columns"),
         ((2, 64, 64), jnp.float16, {"packed": True}, "bf16, not float16"),
         ((2, 64, 64), jnp.bfloat16, {"packed": True, "fixed_tile": True}, "no fixed tile"),
-        ((2, 256, 262144), jnp.bfloat16, {"packed": True}, "shared memory"),
+        ((2, 256, 8192), jnp.bfloat16, {"packed": True}, "shared memory"),
+        ((2, 64, 8256), jnp.bfloat16, {"packed": True}, "256 scales"),
     ],
 )
 def test_unsupported_cases_say_so_in_one_sentence(weight, dtype, options, message) -> None:
@@ -252,6 +261,17 @@ def test_unsupported_cases_say_so_in_one_sentence(weight, dtype, options, messag
         jax.eval_shape(
             run, jax.ShapeDtypeStruct((20, columns), dtype), array, jax.ShapeDtypeStruct((groups,), jnp.int32)
         )
+
+
+def test_one_stage_is_refused_where_it_would_wait_for_itself() -> None:
+    """A consumer frees a stage after the next one is there: with one stage and two steps it would never be."""
+    args = (jnp.ones((20, 128), jnp.bfloat16), packed(2, 64, 128), jnp.asarray([20, 0], jnp.int32))
+    options = {"bias": None, "fixed_tile": False}
+    run = functools.partial(mosaic_gpu.grouped_matmul, **options, config=config(32, 1, 64, 1))
+    with pytest.raises(NotImplementedError, match="two stages"):
+        jax.eval_shape(run, *args)
+    run = functools.partial(mosaic_gpu.grouped_matmul, **options, config=config(32, 1, 128, 1))
+    assert jax.eval_shape(run, *args).shape == (20, 64)
 
 
 if __name__ == "__main__":
