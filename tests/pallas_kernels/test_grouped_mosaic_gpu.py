@@ -233,8 +233,9 @@ def test_which_calls_it_takes(tokens, dtype, fixed_tile, outputs, before_hopper,
 
 
 @pytest.mark.parametrize("rows", [None, np.arange(20, dtype=np.int32)])
-def test_numpy_arrays_go_with_traced_sizes(rows: np.ndarray | None) -> None:
-    x, weight = np.ones((20, 64), jnp.bfloat16), pk.Mxfp4.pack(*random_mxfp4(np.random.default_rng(0), (2, 64, 64))[:2])
+def test_numpy_arrays_go_with_traced_sizes(rows: Any) -> None:
+    x: Any = np.ones((20, 64), jnp.bfloat16)
+    weight = pk.Mxfp4.pack(*random_mxfp4(np.random.default_rng(0), (2, 64, 64))[:2])
     run = functools.partial(pk.grouped_matmul, x, weight, rows=rows, implementation="mosaic_gpu")
     assert jax.eval_shape(run, jnp.asarray([20, 0], jnp.int32)).shape == (20, 64)
 
