@@ -45,12 +45,14 @@ def config(block_m: int, consumers: int, bk: int, stages: int, blocks: int = 1, 
 
 BOTH = frozenset({"bias", "rows"})
 CASES = {
-    # A group of three tiles, an empty one, one whose tile is full; a tile of outputs that is half outside; padding.
-    "half_a_tile_of_outputs": Simulated((3, 0, 36, 16), 5, 192, 192, config(16, 2, 128, 2), BOTH),
+    # A group of three tiles, an empty one, one whose tile is full; a tile of outputs that is half outside; padding. Six tiles,
+    # of which four and then two go through the outputs together.
+    "half_a_tile_of_outputs": Simulated((3, 0, 36, 16), 5, 192, 192, config(16, 2, 128, 2, group_m=4), BOTH),
     "one_part_a_stage": Simulated((1, 25, 2), 0, 128, 320, config(16, 1, 64, 3), frozenset({"activation"})),
     "only_padding": Simulated((0, 0), 9, 64, 64, config(16, 1, 64, 2), BOTH, slow=True),
     "wide_stages": Simulated((9, 0, 40), 0, 256, 320, config(32, 2, 256, 2, group_m=1), frozenset({"rows"}), slow=True),
     "more_blocks_than_items": Simulated((4, 3), 1, 64, 128, config(16, 1, 128, 1, blocks=3), slow=True),
+    "two_copies_of_weights": Simulated((5, 20), 3, 448, 128, config(16, 6, 128, 2), slow=True),
 }
 
 
@@ -202,10 +204,22 @@ def test_shared_memory_of_tuned_sizes_fits_a_multiprocessor() -> None:
             num_blocks=132, one_block=True, simulate=False, **{name: sizes[name] for name in names},
         )  # fmt: skip
         assert mosaic_gpu.shared_bytes(shape) <= mosaic_gpu.SHARED_BYTES
-        moved = mosaic_gpu.registers(rows, sizes["consumers"])
-        if moved is not None:  # no more than the launch gives, or `setmaxnreg` waits for ever
-            even = mosaic_gpu.REGISTERS // (128 * (sizes["consumers"] + 1)) // 8 * 8
-            assert moved[0] * sizes["consumers"] + moved[1] <= even * (sizes["consumers"] + 1)
+
+
+@pytest.mark.parametrize("consumers", range(1, 8))
+def test_registers_that_move_are_no_more_than_the_launch_gives(consumers: int) -> None:
+    """Or `setmaxnreg` waits for ever; it takes multiples of 8 from 24 to 256, and consumers "increase" theirs."""
+    even = mosaic_gpu.REGISTERS // (128 * (consumers + 1)) // 8 * 8
+    for rows in (16, 32, 64, 128, 256):
+        moved = mosaic_gpu.registers(rows, consumers)
+        assert (moved is None) == (
+            rows // 2 + mosaic_gpu.OTHER_REGISTERS <= even
+        )  # those of the accumulator, and others
+        if moved is not None:
+            assert moved[0] * consumers + moved[1] <= even * (consumers + 1)
+            assert even <= moved[0] <= 256
+            assert 24 <= moved[1] <= even
+            assert not any(number % 8 for number in moved)
 
 
 @pytest.mark.parametrize(
@@ -230,6 +244,23 @@ def test_which_calls_it_takes(tokens, dtype, fixed_tile, outputs, before_hopper,
     assert report[ran] == 1
     assert bool(report["fallback_reasons"]) == (outputs == 72 or before_hopper)  # the others are not its cases
     dispatch.reset_dispatch_report()
+
+
+def test_a_plan_is_used_where_its_tiles_have_the_size_that_is_wanted(monkeypatch) -> None:
+    """A plan of other tiles would let rows be missed, or be read past their group's end."""
+    made: list[int] = []
+    plan_tiles = mosaic_gpu.plan_tiles
+
+    def counted(group_sizes: jax.Array, num_rows: int, block: int) -> Any:
+        made.append(block)
+        return plan_tiles(group_sizes, num_rows, block)
+
+    monkeypatch.setattr(mosaic_gpu, "plan_tiles", counted)
+    x, weight, sizes = jnp.ones((20, 64), jnp.bfloat16), packed(2, 64, 64), jnp.asarray([20, 0], jnp.int32)
+    for block in (16, 32, 64):
+        tiles = plan_tiles(sizes, 20, block)
+        jax.eval_shape(functools.partial(pk.grouped_matmul, tiles=tiles, implementation="mosaic_gpu"), x, weight, sizes)
+    assert made == [32, 32]
 
 
 @pytest.mark.parametrize("rows", [None, np.arange(20, dtype=np.int32)])
