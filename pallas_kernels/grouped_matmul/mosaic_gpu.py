@@ -34,7 +34,7 @@ COLUMNS = 64  # of one call of wgmma: 128 bytes of x
 WIDTHS = (64, 128, 256)  # columns of a stage: 32, 64 or 128 bytes of weights
 MULTIPROCESSORS = 132  # of an H100 or H200, for programs that are lowered without a GPU
 SHARED_BYTES = 232448  # of a multiprocessor, for one block
-MOST_COPIED = 256  # rows of a TMA copy
+MOST_COPIED = 256  # elements of a TMA copy along each axis
 REGISTERS = 65536  # of a multiprocessor
 MOST_REGISTERS = 240  # of a consumer's thread, where it gets more than its even share
 OTHER_REGISTERS = 64  # of a consumer's thread, beside its accumulator
@@ -119,6 +119,10 @@ def grouped_matmul(
         raise NotImplementedError(
             f"Mosaic GPU grouped_matmul has multiples of {OUTPUTS} outputs and {COLUMNS} columns, not {outputs} and {columns}."
         )
+    if weight.scales.shape[2] > MOST_COPIED:
+        raise NotImplementedError(
+            f"Mosaic GPU grouped_matmul copies {MOST_COPIED} scales of a row at once, {columns} columns have more."
+        )
     block_m = (config or {}).get("block_m", rows_of_tile(num_rows, groups, fixed=False))
     key = f"M{min(max(power_of_two(block_m), 16), 128)}"
     chosen = {**tuned("grouped_matmul.mosaic_gpu", key, DEFAULTS[key]), **(config or {})}
@@ -141,13 +145,15 @@ def grouped_matmul(
         group_m=chosen["group_m"],
         simulate=bool(interpret),
     )
+    if s.stages < 2 <= s.steps:  # a consumer waits for the next stage before it frees its own
+        raise NotImplementedError("Mosaic GPU grouped_matmul needs two stages where columns fill more than one.")
     if shared_bytes(s) > SHARED_BYTES:
         raise NotImplementedError(
             f"{columns} columns take more shared memory than a block has ({shared_bytes(s)} bytes)."
         )
     # Tiles of x on their own: a TMA copy into swizzled memory begins at a multiple of 8 rows.
     row = jnp.minimum(tiles.begin[:, None] + jnp.arange(block_m, dtype=jnp.int32)[None, :], num_rows - 1).reshape(-1)
-    x = x[row if rows is None else rows[row]]
+    x = jnp.asarray(x)[row if rows is None else jnp.asarray(rows)[row]]
     x = x if activation is None else activation(x)
     return _matmul(x, weight, tiles, bias, s=s, interpret=interpret)
 

@@ -45,12 +45,14 @@ def config(block_m: int, consumers: int, bk: int, stages: int, blocks: int = 1, 
 
 BOTH = frozenset({"bias", "rows"})
 CASES = {
-    # A group of three tiles, an empty one, one whose tile is full; a tile of outputs that is half outside; padding.
-    "half_a_tile_of_outputs": Simulated((3, 0, 36, 16), 5, 192, 192, config(16, 2, 128, 2), BOTH),
+    # A group of three tiles, an empty one, one whose tile is full; a tile of outputs that is half outside; padding. Six tiles,
+    # of which four and then two go through the outputs together.
+    "half_a_tile_of_outputs": Simulated((3, 0, 36, 16), 5, 192, 192, config(16, 2, 128, 2, group_m=4), BOTH),
     "one_part_a_stage": Simulated((1, 25, 2), 0, 128, 320, config(16, 1, 64, 3), frozenset({"activation"})),
     "only_padding": Simulated((0, 0), 9, 64, 64, config(16, 1, 64, 2), BOTH, slow=True),
     "wide_stages": Simulated((9, 0, 40), 0, 256, 320, config(32, 2, 256, 2, group_m=1), frozenset({"rows"}), slow=True),
     "more_blocks_than_items": Simulated((4, 3), 1, 64, 128, config(16, 1, 128, 1, blocks=3), slow=True),
+    "two_copies_of_weights": Simulated((5, 20), 3, 448, 128, config(16, 6, 128, 2), slow=True),
 }
 
 
@@ -184,6 +186,7 @@ def lowered(tokens: int, outputs: int, columns: int, groups: int = 4, **options:
         (64, 2880, 2880),
         (100, 64, 64),
         (9, 192, 128),
+        (40, 64, 8192),  # as many scales as one copy takes
         pytest.param(500, 5760, 2880, marks=pytest.mark.slow),
     ],
 )
@@ -201,10 +204,22 @@ def test_shared_memory_of_tuned_sizes_fits_a_multiprocessor() -> None:
             num_blocks=132, one_block=True, simulate=False, **{name: sizes[name] for name in names},
         )  # fmt: skip
         assert mosaic_gpu.shared_bytes(shape) <= mosaic_gpu.SHARED_BYTES
-        moved = mosaic_gpu.registers(rows, sizes["consumers"])
-        if moved is not None:  # no more than the launch gives, or `setmaxnreg` waits for ever
-            even = mosaic_gpu.REGISTERS // (128 * (sizes["consumers"] + 1)) // 8 * 8
-            assert moved[0] * sizes["consumers"] + moved[1] <= even * (sizes["consumers"] + 1)
+
+
+@pytest.mark.parametrize("consumers", range(1, 8))
+def test_registers_that_move_are_no_more_than_the_launch_gives(consumers: int) -> None:
+    """Or `setmaxnreg` waits for ever; it takes multiples of 8 from 24 to 256, and consumers "increase" theirs."""
+    even = mosaic_gpu.REGISTERS // (128 * (consumers + 1)) // 8 * 8
+    for rows in (16, 32, 64, 128, 256):
+        moved = mosaic_gpu.registers(rows, consumers)
+        assert (moved is None) == (
+            rows // 2 + mosaic_gpu.OTHER_REGISTERS <= even
+        )  # those of the accumulator, and others
+        if moved is not None:
+            assert moved[0] * consumers + moved[1] <= even * (consumers + 1)
+            assert even <= moved[0] <= 256
+            assert 24 <= moved[1] <= even
+            assert not any(number % 8 for number in moved)
 
 
 @pytest.mark.parametrize(
@@ -231,6 +246,31 @@ def test_which_calls_it_takes(tokens, dtype, fixed_tile, outputs, before_hopper,
     dispatch.reset_dispatch_report()
 
 
+def test_a_plan_is_used_where_its_tiles_have_the_size_that_is_wanted(monkeypatch) -> None:
+    """A plan of other tiles would let rows be missed, or be read past their group's end."""
+    made: list[int] = []
+    plan_tiles = mosaic_gpu.plan_tiles
+
+    def counted(group_sizes: jax.Array, num_rows: int, block: int) -> Any:
+        made.append(block)
+        return plan_tiles(group_sizes, num_rows, block)
+
+    monkeypatch.setattr(mosaic_gpu, "plan_tiles", counted)
+    x, weight, sizes = jnp.ones((20, 64), jnp.bfloat16), packed(2, 64, 64), jnp.asarray([20, 0], jnp.int32)
+    for block in (16, 32, 64):
+        tiles = plan_tiles(sizes, 20, block)
+        jax.eval_shape(functools.partial(pk.grouped_matmul, tiles=tiles, implementation="mosaic_gpu"), x, weight, sizes)
+    assert made == [32, 32]
+
+
+@pytest.mark.parametrize("rows", [None, np.arange(20, dtype=np.int32)])
+def test_numpy_arrays_go_with_traced_sizes(rows: Any) -> None:
+    x: Any = np.ones((20, 64), jnp.bfloat16)
+    weight = pk.Mxfp4.pack(*random_mxfp4(np.random.default_rng(0), (2, 64, 64))[:2])
+    run = functools.partial(pk.grouped_matmul, x, weight, rows=rows, implementation="mosaic_gpu")
+    assert jax.eval_shape(run, jnp.asarray([20, 0], jnp.int32)).shape == (20, 64)
+
+
 @pytest.mark.parametrize(
     ("weight", "dtype", "options", "message"),
     [
@@ -239,7 +279,8 @@ def test_which_calls_it_takes(tokens, dtype, fixed_tile, outputs, before_hopper,
         ((2, 64, 96), jnp.bfloat16, {"packed": True}, "64 columns"),
         ((2, 64, 64), jnp.float16, {"packed": True}, "bf16, not float16"),
         ((2, 64, 64), jnp.bfloat16, {"packed": True, "fixed_tile": True}, "no fixed tile"),
-        ((2, 256, 262144), jnp.bfloat16, {"packed": True}, "shared memory"),
+        ((2, 256, 8192), jnp.bfloat16, {"packed": True}, "shared memory"),
+        ((2, 64, 8256), jnp.bfloat16, {"packed": True}, "256 scales"),
     ],
 )
 def test_unsupported_cases_say_so_in_one_sentence(weight, dtype, options, message) -> None:
@@ -252,6 +293,17 @@ def test_unsupported_cases_say_so_in_one_sentence(weight, dtype, options, messag
         jax.eval_shape(
             run, jax.ShapeDtypeStruct((20, columns), dtype), array, jax.ShapeDtypeStruct((groups,), jnp.int32)
         )
+
+
+def test_one_stage_is_refused_where_it_would_wait_for_itself() -> None:
+    """A consumer frees a stage after the next one is there: with one stage and two steps it would never be."""
+    args = (jnp.ones((20, 128), jnp.bfloat16), packed(2, 64, 128), jnp.asarray([20, 0], jnp.int32))
+    options = {"bias": None, "fixed_tile": False}
+    run = functools.partial(mosaic_gpu.grouped_matmul, **options, config=config(32, 1, 64, 1))
+    with pytest.raises(NotImplementedError, match="two stages"):
+        jax.eval_shape(run, *args)
+    run = functools.partial(mosaic_gpu.grouped_matmul, **options, config=config(32, 1, 128, 1))
+    assert jax.eval_shape(run, *args).shape == (20, 64)
 
 
 if __name__ == "__main__":
