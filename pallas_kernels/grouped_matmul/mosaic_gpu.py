@@ -393,7 +393,7 @@ def _write(s: Shape, refs: dict[str, Any], item: Item, values: jax.Array) -> Non
     length = jnp.minimum(refs["end"][item.tile] - begin, s.rows)
     output = pl.multiple_of(item.output + wg * OUTPUTS, OUTPUTS)
     columns = pl.ds(output, OUTPUTS)
-    inside = output < s.outputs
+    inside = output < s.outputs  # a row's copy is a run of bytes, which is not cut where the row ends
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the results before have left the buffer
     store_transposed(stage, values, simulate=s.simulate)
     plgpu.commit_smem()
@@ -412,7 +412,6 @@ def _write(s: Shape, refs: dict[str, Any], item: Item, values: jax.Array) -> Non
 
 def _body(s: Shape, refs: dict[str, Any]) -> None:
     wg = lax.axis_index("wg")
-
     moved = registers(s.rows, s.consumers) if s.one_block else None
 
     @pl.when(wg < s.consumers)
