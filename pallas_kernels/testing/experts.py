@@ -121,7 +121,7 @@ class GroupedMatmulTests:
         picked = self.run(x[np.argsort(rows)], weight, sizes, rows=jnp.asarray(rows), bias=jnp.asarray(bias))
         np.testing.assert_array_equal(picked.view(np.uint8), y.view(np.uint8))
 
-    @pytest.mark.parametrize("fixed_tile", [False, True])
+    @pytest.mark.parametrize("fixed_tile", [False, pytest.param(True, marks=pytest.mark.slow)])
     def test_an_activation_is_what_x_goes_through_first(self, fixed_tile: bool) -> None:
         """By itself and where rows are picked; it may change the number of columns."""
         rng, sizes = np.random.default_rng(7), SIZES["mixed"]

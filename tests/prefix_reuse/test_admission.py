@@ -177,7 +177,15 @@ def workload(e: Engine, seed: int) -> tuple[list[Any], Any]:
     return seen, (stats.requests, stats.prefill, stats.decode, stats.device, stats.host)
 
 
-@pytest.mark.parametrize(("kind", "seed"), [("llama", 1), ("llama", 2), ("hybrid", 3), ("hybrid", 4)])
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [
+        pytest.param("llama", 1, marks=pytest.mark.slow),
+        ("llama", 2),
+        pytest.param("hybrid", 3, marks=pytest.mark.slow),
+        ("hybrid", 4),
+    ],
+)
 def test_random_workloads_run_as_with_planning_everything_again(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch):
     """Pools and rows that run short: the same rows in after every step, the same outputs and statistics."""
     sizes: dict[str, Any] = {

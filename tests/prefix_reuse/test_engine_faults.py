@@ -107,8 +107,14 @@ def test_an_offload_that_cannot_start_only_costs_the_pages(monkeypatch: pytest.M
         drained(e)
 
 
-@pytest.mark.parametrize("lengths", [(13, 22), (22, 13)])
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize(
+    ("failing", "lengths"),
+    [
+        (0, (22, 13)),
+        (1, (13, 22)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0, (13, 22)), (1, (22, 13)))),
+    ],
+)
 def test_a_copy_that_fails_costs_the_rows_whose_pages_it_carried(
     lengths: tuple[int, int], failing: int, monkeypatch: pytest.MonkeyPatch
 ):

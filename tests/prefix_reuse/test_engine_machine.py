@@ -176,7 +176,7 @@ def run_machine(kind: str, examples: int, steps: int) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["llama", "hybrid"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.slow), "hybrid"])
 def test_any_order_of_operations_keeps_every_invariant(kind: str):
     run_machine(kind, examples=8, steps=25)
 

@@ -31,7 +31,7 @@ STAGES = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.slow), "hybrid"])
 def test_scores_equal_a_dense_forward(kind: str):
     """A18, N2 and the cold = cold control: prompts of many lengths, chunked or not."""
     e = engine(kind)
