@@ -35,7 +35,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import triton as pltriton
 
-from benchmarks.skinny_matmul_kernel import SHARED_BYTES, shared_bytes, skinny_matmul
+from benchmarks.skinny_matmul_kernel import shared_bytes, skinny_matmul
+from pallas_kernels.hopper import SHARED_BYTES
 from pallas_kernels.pallas_gpu import interpret_here, power_of_two, triton_call
 
 READ = 4.5e12

@@ -12,7 +12,8 @@ kernel that reads the result, where XLA's matmul and that kernel took 17.21. Lar
 
 Open: that run stood still at 128 rows; which variant did is not known. One fault that explains it was found
 afterwards, with `bm` 256 and more than 104 rows: consumers asked for 4 x 120 + 24 registers a thread where the launch
-gives five warpgroups 96 each, and `setmaxnreg` waits for ever (see `registers`). It is mended, and not yet run on the card.
+gives five warpgroups 96 each, and `setmaxnreg` waits for ever (see `pallas_kernels.hopper`). It is
+mended, and not yet run on the card.
 """
 
 from __future__ import annotations
@@ -28,16 +29,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.hopper import SHARED_BYTES, moved_registers
+
 plgpu: Any = mosaic  # its classes and exports confuse the type checker
 DTYPES = (jnp.bfloat16, jnp.float16)
 MAX_ROWS = 256  # N of one wgmma
 ROWS = 64  # M of one wgmma
 STAGED = 64  # most rows of x whose results a consumer stages at once on their way to memory
-SHARED_BYTES = 232448  # of a multiprocessor, for one block
-REGISTERS = 65536  # of a multiprocessor
-MOST_REGISTERS = 240  # of a consumer's thread, where it gets more than its even share
 OTHER_REGISTERS = 48  # of a consumer's thread, beside its accumulator
-PRODUCER_REGISTERS = 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,23 +71,6 @@ def shared_bytes(tokens: int, *, bm: int, stages: int, bk: int = 64, out_dtype: 
     rows = -(-tokens // 8) * 8
     staged = bm * min(rows, STAGED) * jnp.dtype(out_dtype).itemsize
     return stages * (bm + rows) * bk * 2 + staged + 2 * 8 * stages + 2048
-
-
-def registers(rows: int, consumers: int) -> tuple[int, int] | None:
-    """Registers that each thread of a consumer and of the producer sets; None where an even share holds the accumulator.
-
-    All of them together are at most what the launch gave: a block never gets more, and `setmaxnreg` waits until it does.
-    """
-    even = launch_registers(consumers)
-    if rows // 2 + OTHER_REGISTERS <= even:
-        return None
-    share = (even * (consumers + 1) - PRODUCER_REGISTERS) // consumers // 8 * 8
-    return min(share, MOST_REGISTERS), PRODUCER_REGISTERS
-
-
-def launch_registers(consumers: int) -> int:
-    """Registers of each thread at launch, at most: ptxas gives them in eights (96 of 640 threads, 168 of 384)."""
-    return REGISTERS // (128 * (consumers + 1)) // 8 * 8
 
 
 def skinny_matmul(
@@ -289,7 +271,7 @@ def _write(s: Shape, refs: dict[str, Any], acc: jax.Array) -> None:
 
 def _body(s: Shape, refs: dict[str, Any]) -> None:
     wg = lax.axis_index("wg")
-    moved = registers(s.rows, s.consumers)
+    moved = moved_registers(s.rows // 2 + OTHER_REGISTERS, s.consumers)
 
     @pl.when(wg < s.consumers)
     def _consumers() -> None:

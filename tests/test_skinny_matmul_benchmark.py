@@ -17,14 +17,8 @@ import pytest
 from simulator import run_simulator
 
 from benchmarks import skinny_matmul as benchmark
-from benchmarks.skinny_matmul_kernel import (
-    OTHER_REGISTERS,
-    REGISTERS,
-    SHARED_BYTES,
-    registers,
-    shared_bytes,
-    skinny_matmul,
-)
+from benchmarks.skinny_matmul_kernel import OTHER_REGISTERS, shared_bytes, skinny_matmul
+from pallas_kernels.hopper import REGISTERS, SHARED_BYTES, moved_registers
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 # T, live rows, N, K, dtype, sizes: fewer rows than a tile, rows that are no whole tiles, results in several pieces, rings
@@ -94,7 +88,7 @@ def test_warpgroups_ask_for_no_more_registers_than_the_launch_gives() -> None:
         for rows in range(8, (256 if consumers <= 2 else 128) + 1, 8):
             threads = 128 * (consumers + 1)
             launch = REGISTERS // threads - REGISTERS // threads % 8
-            own, producer = registers(rows, consumers) or (launch, launch)
+            own, producer = moved_registers(rows // 2 + OTHER_REGISTERS, consumers) or (launch, launch)
             assert own >= rows // 2 + OTHER_REGISTERS, (rows, consumers)
             assert own * consumers + producer <= launch * (consumers + 1), (rows, consumers)
             assert own % 8 == producer % 8 == 0

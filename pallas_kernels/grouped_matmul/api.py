@@ -84,14 +84,12 @@ def grouped_matmul(
             f"{num_rows} rows of {groups} groups make {count} tiles of {tiles.block}, got {tiles.group.shape}"
         )
     packed = isinstance(weight, Mxfp4) and x.dtype == jnp.bfloat16 and not fixed_tile and num_rows > FEW_ROWS
-    options: dict[str, Any] = {"bias": bias, "rows": rows, "activation": activation, "tiles": tiles}
-    return dispatch.call(
-        "grouped_matmul",
-        implementation,
-        x,
-        weight,
-        group_sizes,
-        case="mxfp4" if packed else None,
-        fixed_tile=fixed_tile,
-        **options,
-    )
+    options: dict[str, Any] = {
+        "bias": bias,
+        "rows": rows,
+        "activation": activation,
+        "tiles": tiles,
+        "fixed_tile": fixed_tile,
+    }
+    case = "mxfp4" if packed else None
+    return dispatch.call("grouped_matmul", implementation, x, weight, group_sizes, case=case, **options)

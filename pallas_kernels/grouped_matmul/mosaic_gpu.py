@@ -26,6 +26,7 @@ from jax import lax
 from pallas_kernels.grouped_matmul.mosaic_unpack import store_transposed, unpack
 from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, CODES, Mxfp4
 from pallas_kernels.grouped_matmul.plan import TilePlan, count_tiles, plan_tiles, rows_of_tile
+from pallas_kernels.hopper import SHARED_BYTES, moved_registers
 from pallas_kernels.pallas_gpu import power_of_two, tuned
 
 plgpu: Any = mosaic  # its classes and exports confuse the type checker
@@ -33,12 +34,8 @@ OUTPUTS = 64  # of a consumer: M of one wgmma
 COLUMNS = 64  # of one call of wgmma: 128 bytes of x
 WIDTHS = (64, 128, 256)  # columns of a stage: 32, 64 or 128 bytes of weights
 MULTIPROCESSORS = 132  # of an H100 or H200, for programs that are lowered without a GPU
-SHARED_BYTES = 232448  # of a multiprocessor, for one block
 MOST_COPIED = 256  # elements of a TMA copy along each axis
-REGISTERS = 65536  # of a multiprocessor
-MOST_REGISTERS = 240  # of a consumer's thread, where it gets more than its even share
 OTHER_REGISTERS = 64  # of a consumer's thread, beside its accumulator
-PRODUCER_REGISTERS = 24
 DEFAULTS = {
     "M16": {"consumers": 4, "bk": 256, "stages": 4, "blocks": 1, "group_m": 8},
     "M32": {"consumers": 4, "bk": 256, "stages": 3, "blocks": 1, "group_m": 8},
@@ -162,17 +159,6 @@ def shared_bytes(s: Shape) -> int:
     """Shared memory of a block, in bytes: ring, scales, staged results, barriers."""
     stage = s.bm * s.bk // 2 + s.rows * s.bk * 2
     return s.stages * stage + 2 * s.bm * s.scales + s.bm * s.rows * 2 + 16 * s.stages + 2048
-
-
-def registers(rows: int, consumers: int) -> tuple[int, int] | None:
-    """Registers that each thread of a consumer and of the producer sets; None where an even share holds all that is needed.
-
-    All of them together are at most what the launch gave: a block never gets more, and `setmaxnreg` waits until it does.
-    """
-    even = REGISTERS // (128 * (consumers + 1)) // 8 * 8
-    if rows // 2 + OTHER_REGISTERS <= even:
-        return None
-    return min((even * (consumers + 1) - PRODUCER_REGISTERS) // consumers // 8 * 8, MOST_REGISTERS), PRODUCER_REGISTERS
 
 
 def _multiprocessors(simulate: bool) -> int:
@@ -412,7 +398,7 @@ def _write(s: Shape, refs: dict[str, Any], item: Item, values: jax.Array) -> Non
 
 def _body(s: Shape, refs: dict[str, Any]) -> None:
     wg = lax.axis_index("wg")
-    moved = registers(s.rows, s.consumers) if s.one_block else None
+    moved = moved_registers(s.rows // 2 + OTHER_REGISTERS, s.consumers) if s.one_block else None
 
     @pl.when(wg < s.consumers)
     def _consumers() -> None:

@@ -19,7 +19,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, CODES, Mxfp4
-from pallas_kernels.grouped_matmul.unpack import PLACES
+from pallas_kernels.grouped_matmul.unpack import WEIGHTS
 
 plgpu: Any = mosaic  # its classes and exports confuse the type checker
 OUTPUTS, COLUMNS = 64, 64
@@ -83,8 +83,7 @@ def _unpack(words: ir.Value, scales: ir.Value, part: int, row_bytes: int) -> Any
             offset = word_offset(row, thread, part * BLOCKS + block, row_bytes) + 8 * half * row_bytes
             word = _I32(llvm.load(i32, _plus(first_word, offset)))
             for place in range(CODES):
-                asm = f"{{ .reg .b32 b, c; {PLACES[place]} mul.rn.bf16x2 $0, c, $2; }}"
-                registers[0, block * CODES + place, 0, 0, half] = _asm(asm, word, factor).as_bf16()
+                registers[0, block * CODES + place, 0, 0, half] = _asm(WEIGHTS[place], word, factor).as_bf16()
     return fragmented_array.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 

@@ -25,12 +25,14 @@ def columns_of(word):
 
 # The code at each place of two words, in register c. The compiler does what two of them share once.
 _EXCHANGE = "prmt.b32 b, $1, $1, 0x2301;"
-PLACES = (
+_PLACES = (
     "and.b32 c, $1, 0x81C081C0;",
     "shl.b32 c, $1, 4; lop3.b32 c, c, $1, 0x81C081C0, 0x28;",  # (c ^ $1) & mask
     f"{_EXCHANGE} shl.b32 c, b, 2; lop3.b32 c, c, b, 0x81C081C0, 0x28;",
     f"{_EXCHANGE} shl.b32 c, b, 6; lop3.b32 c, c, b, 0x81C081C0, 0x28;",
 )
+# The same, times the factors of both words.
+WEIGHTS = tuple(f"{{ .reg .b32 b, c; {code} mul.rn.bf16x2 $0, c, $2; }}" for code in _PLACES)
 
 
 def unpack(words, factor, place, interpret):
@@ -43,7 +45,7 @@ def unpack(words, factor, place, interpret):
     if interpret:
         return value_of(words, place) * (factor * jnp.asarray(2.0**-126, factor.dtype))
     (weights,) = pltriton.elementwise_inline_asm(
-        f"{{ .reg .b32 b, c; {PLACES[place]} mul.rn.bf16x2 $0, c, $2; }}",
+        WEIGHTS[place],
         args=[words, factor],
         constraints="=r,r,r",
         pack=2,
@@ -76,7 +78,7 @@ def add_products(acc, words, factor, x, interpret):
 
 def _adding(place):
     """One place: operands 2 and 3 are two words and their factors, then come two numbers for each place and two sums."""
-    code = PLACES[place].replace("$1", "$2")
+    code = _PLACES[place].replace("$1", "$2")
     first = 4 + 2 * place
     return (
         f"{code} mul.rn.bf16x2 c, c, $3; shl.b32 d, c, 16; and.b32 c, c, 0xFFFF0000; mov.b32 x, d; mov.b32 y, c; "

@@ -19,7 +19,7 @@ import pytest
 from simulator import run_simulator
 
 import pallas_kernels as pk
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, hopper
 from pallas_kernels.grouped_matmul import mosaic_gpu, mosaic_unpack
 from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, CODES, code_of, value_of
 from pallas_kernels.testing import random_mxfp4
@@ -203,15 +203,15 @@ def test_shared_memory_of_tuned_sizes_fits_a_multiprocessor() -> None:
             tiles=1, rows=rows, num_rows=rows, groups=32, outputs=5760, columns=2880, scales=96, has_bias=True,
             num_blocks=132, one_block=True, simulate=False, **{name: sizes[name] for name in names},
         )  # fmt: skip
-        assert mosaic_gpu.shared_bytes(shape) <= mosaic_gpu.SHARED_BYTES
+        assert mosaic_gpu.shared_bytes(shape) <= hopper.SHARED_BYTES
 
 
 @pytest.mark.parametrize("consumers", range(1, 8))
 def test_registers_that_move_are_no_more_than_the_launch_gives(consumers: int) -> None:
     """Or `setmaxnreg` waits for ever; it takes multiples of 8 from 24 to 256, and consumers "increase" theirs."""
-    even = mosaic_gpu.REGISTERS // (128 * (consumers + 1)) // 8 * 8
+    even = hopper.REGISTERS // (128 * (consumers + 1)) // 8 * 8
     for rows in (16, 32, 64, 128, 256):
-        moved = mosaic_gpu.registers(rows, consumers)
+        moved = hopper.moved_registers(rows // 2 + mosaic_gpu.OTHER_REGISTERS, consumers)
         assert (moved is None) == (
             rows // 2 + mosaic_gpu.OTHER_REGISTERS <= even
         )  # those of the accumulator, and others
